@@ -1,0 +1,80 @@
+# Every target works from a bare clone: the first one that runs makes .venv (needs Python >= 3.10 and a C++ compiler).
+#   make demo      train the example on two processes and draw the result (ARGS='--steps 200' adds options)
+#   make test      lint, types and the quick tests;  make test-all adds the slow ones (ARGS='-k name' adds pytest options)
+#   make lint      lint and types;  make format  applies the formatter
+#   make bench     the benchmarks
+#   make clean     removes everything that the targets above made
+# PYTHON=/path/to/python3 chooses the interpreter of a new .venv.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.dho2-installed
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+
+# `deepspeed`, `ninja` and `mpirun` are looked up by name, also by processes that a test starts.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# One thread a process: several ranks share the cores.
+export OMP_NUM_THREADS ?= 1
+# A private folder for compiled extensions: a killed build in the shared one makes every later run wait for its lock.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Build back-ends under the same pins: older pips read the first name, newer ones the second.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+PIP_INSTALL = $(PY) -m pip install $(if $(MAKE_TERMOUT),,-q) -c constraints.txt
+# Where there is a `flock`, two makes at once install one after the other.
+LOCK = if command -v flock >/dev/null; then exec 9>.venv.lock; flock 9; fi
+# Where there is no accelerator, CPU is named for DeepSpeed, which else warns about every one it does not find.
+ACCELERATOR = if [ -z "$$DS_ACCELERATOR" ] && ! $(PY) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; \
+	then export DS_ACCELERATOR=cpu; fi
+
+.PHONY: help install demo test test-all lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(LOCK); set -e; \
+	if [ -e $@ ] && [ -z "$$(find pyproject.toml constraints.txt -newer $@)" ]; then exit 0; fi; \
+	if ! $(PY) -c '' 2>/dev/null; then \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+			{ echo "$(PYTHON): must be Python >= 3.10; name another one with PYTHON=/path/to/python3"; exit 1; }; \
+		echo "[1/3] creating $(VENV) with $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi; \
+	echo "[2/3] installing $(TORCH)"; \
+	$(PIP_INSTALL) '$(TORCH)'; \
+	echo "[3/3] installing dho2-ds with its extras"; \
+	$(PIP_INSTALL) -e '.[deepspeed,test,bench]'; \
+	touch $@
+
+demo: $(STAMP)
+	@$(ACCELERATOR); $(VENV)/bin/dho2 demo $(ARGS)
+
+test: lint
+	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 $(ARGS)
+
+test-all: lint
+	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 -m '' $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy --strict dho2_ds
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+bench: $(STAMP)
+	@$(ACCELERATOR); $(PY) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .venv.lock .torch_extensions .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

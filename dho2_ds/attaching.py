@@ -1,0 +1,164 @@
+"""Public :func:`attach`: where the curvature loss comes from, and the hook that refreshes before a training forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dho2_ds.hosts.base import Loss
+from dho2_ds.hosts.detect import is_engine, make_host
+from dho2_ds.optimizer import DHO2, as_dho2
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""``loss_fn(model, batch) -> scalar``: the mean training loss of one batch, computed by calling ``model``."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    data: Iterable[Any] | None = None,
+) -> None:
+    """Tell a :class:`dho2_ds.DHO2` optimizer which model it trains and how to evaluate its loss.
+
+    Args:
+        model: what the training loop calls: a DeepSpeed engine, a ``DistributedDataParallel``, or a module.
+        optimizer: the optimizer; may be left out for an engine, which knows it.
+        loss_fn: ``loss_fn(model, batch) -> scalar``. Left out, the model must return its loss (a scalar, an output
+            with ``.loss``, a mapping with ``"loss"``, or a tuple whose first item is the loss), and the arguments of
+            the latest training forward are replayed.
+        data: batches for ``loss_fn``, each rank its own; one per refresh and ``curvature.batches``. An iterable that
+            can be iterated again (a DataLoader) starts over at its end; an iterator that runs out is an error. Left
+            out with ``loss_fn`` given, the forward's own arguments are the batch (the sole argument, or the tuple).
+
+    Under DeepSpeed with a model that returns its loss, this happens by itself at the first forward.
+
+    Raises:
+        ConfigError: the model or engine is not supported, naming the setting and the way out.
+        TypeError: ``optimizer`` is missing or not a DHO2 optimizer.
+    """
+    if optimizer is None:
+        if not is_engine(model):
+            raise TypeError("optimizer=None: must be given unless model is a DeepSpeed engine; pass the DHO2 optimizer")
+        optimizer = model.basic_optimizer  # type: ignore[assignment]
+    owner = as_dho2(optimizer)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r}: must be callable as loss_fn(model, batch)")
+    if data is not None and loss_fn is None:
+        raise TypeError("data: must come with loss_fn; pass loss_fn=lambda model, batch: ...")
+    if owner.config.num_eigenvectors == 0:
+        return
+    previous = getattr(owner, "_hook", None)
+    if previous is not None:
+        previous.remove()
+    source = LossSource(loss_fn, data, owner.config.curvature.batches)
+    owner.bind(make_host(model, owner.param_groups), source.losses)
+    hook = _RefreshHook(owner, source)
+    owner._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+class LossSource:
+    """Supplies the losses of one refresh, from user data or from replayed forward arguments.
+
+    Args:
+        loss_fn, data: see :func:`attach`.
+        batches: micro-batches per refresh.
+    """
+
+    def __init__(self, loss_fn: LossFunction | None, data: Iterable[Any] | None, batches: int) -> None:
+        self.loss_fn, self.data, self.batches = loss_fn, data, batches
+        self._recent: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=batches)
+        self._iterator: Iterator[Any] | None = None
+
+    def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the arguments of a training forward (references, not copies; at most ``batches`` of them)."""
+        if self.data is None:
+            self._recent.append((args, kwargs))
+
+    def losses(self) -> Sequence[Loss]:
+        """The closures of one refresh; every one gives the same value whenever it is called at the same weights."""
+        if self.data is not None:
+            assert self.loss_fn is not None
+            return [_loss_of_batch(self.loss_fn, self._next()) for _ in range(self.batches)]
+        if not self._recent:
+            raise RuntimeError(
+                "no training forward was seen yet, so there is nothing to replay; "
+                "pass loss_fn=... and data=... to dho2_ds.attach"
+            )
+        if self.loss_fn is None:
+            return [_loss_of_output(args, kwargs) for args, kwargs in self._recent]
+        return [_loss_of_batch(self.loss_fn, _as_batch(args, kwargs)) for args, kwargs in self._recent]
+
+    def _next(self) -> Any:
+        assert self.data is not None
+        for attempt in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.data)
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                restartable = self._iterator is not self.data
+                self._iterator = None
+                if not restartable or attempt:
+                    break
+        raise RuntimeError(
+            "data: ran out of batches; pass an iterable that can be iterated again, such as a DataLoader, "
+            "or an endless iterator"
+        )
+
+
+def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs and not args:
+        return kwargs
+    return args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
+
+
+def _loss_of_batch(loss_fn: LossFunction, batch: Any) -> Loss:
+    return lambda model: loss_fn(model, batch)
+
+
+def _loss_of_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
+    def loss(model: nn.Module) -> Tensor:
+        output = model(*args, **kwargs)
+        found: Any = output
+        if isinstance(output, Mapping):
+            found = output.get("loss")
+        elif hasattr(output, "loss"):
+            found = output.loss
+        elif isinstance(output, (tuple, list)) and output:
+            found = output[0]
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
+            raise RuntimeError(
+                f"the model's forward returned {shape}, not its loss; call "
+                "dho2_ds.attach(model_or_engine, loss_fn=lambda model, batch: ..., data=batches) so that the curvature "
+                "of the loss can be computed"
+            )
+        return found
+
+    return loss
+
+
+class _RefreshHook:
+    """Forward pre-hook of the outermost module: refresh when due, before the first training forward after the step.
+
+    At that point gradients are clean, the micro-step is zero, and the forward's own arguments are a fresh batch.
+    """
+
+    def __init__(self, optimizer: DHO2, source: LossSource) -> None:
+        self._optimizer, self._source, self._busy = optimizer, source, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._busy or not module.training or not torch.is_grad_enabled():
+            return
+        self._source.remember(args, kwargs)
+        if self._optimizer.refresh_due:
+            self._busy = True
+            try:
+                self._optimizer.refresh()
+            finally:
+                self._busy = False

@@ -1,0 +1,406 @@
+"""The optimizer's settings: validated as a whole, frozen, and independent of torch.
+
+:func:`parse_config` is the entry for everything that a user wrote (a DeepSpeed JSON's ``optimizer.params`` or keyword
+arguments): it reports all problems at once, one line each, as ``name=value: must be ...; do ...``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+Base = Literal["adamw", "adam", "sgd"]
+Rule = Literal["adaptive", "fosi"]
+
+DEFAULT_ADAMW_WEIGHT_DECAY = 0.01  # torch.optim.AdamW's own default; Adam's and SGD's is 0
+DEFAULT_SGD_MOMENTUM = 0.9  # the rules act on the momentum buffer, so unlike in torch.optim.SGD it is on by default
+
+LANCZOS_MARGIN = 2
+"""Lanczos steps needed beyond ``num_eigenvectors``: one for lambda_next, one for its residual."""
+
+GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
+"""Settings that a param group may override; all others hold for the whole optimizer."""
+
+_ONLY_FOR = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",), "nesterov": ("sgd",)}
+_NULL_IS_DEFAULT = ("weight_decay", "momentum", "curvature")
+_LONGEST_VALUE = 80  # characters of a refused value that a message quotes
+
+
+class ConfigError(ValueError):
+    """Settings were refused; the message has one line per problem."""
+
+
+def _number(value: Any) -> Any:
+    """Turn whatever behaves as a float (int, NumPy scalar, 0-d tensor) into one; neither booleans nor text do."""
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise ValueError("not a number")
+    try:
+        return float(value)
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError("not a single number") from error
+
+
+def _integer(value: Any) -> Any:
+    """Like :func:`_number`, for whole numbers; a JSON writer's ``100.0`` is one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # not by way of a float, which would round it
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError("not an integer")
+    return int(number)
+
+
+def _boolean(value: Any) -> Any:
+    """Accept ``true`` and ``false`` only: 0, 1 and "no" are more often slips than meant."""
+    if not isinstance(value, bool):
+        raise ValueError("not a boolean")
+    return value
+
+
+def _pair(value: Any) -> Any:
+    """Turn a list or tuple of two numbers into a tuple."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("not a pair")
+    return tuple(_number(item) for item in value)
+
+
+_Finite = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+_NonNegative = Annotated[_Finite, Field(ge=0)]
+_Fraction = Annotated[_Finite, Field(ge=0, lt=1)]
+_Pair = Annotated[tuple[_Fraction, _Fraction], BeforeValidator(_pair)]
+_Count = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
+_Positive = Annotated[int, BeforeValidator(_integer), Field(ge=1)]
+_Bool = Annotated[bool, BeforeValidator(_boolean)]
+
+
+def _setting(default: Any, description: str, must: str, do: str, **options: Any) -> Any:
+    """Declare a setting: its default, its documentation and the two halves of its error message."""
+    return Field(default, description=description, json_schema_extra={"must": must, "do": do}, **options)
+
+
+class _Settings(BaseModel):
+    """What both levels share: immutable, and every key known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CurvatureConfig(_Settings):
+    """The ``curvature`` object: how and when the eigenbasis is computed."""
+
+    mode: Literal["inline"] = _setting(
+        "inline",
+        "Where curvature is computed: `inline`, between two steps of the training ranks.",
+        "'inline' in this version",
+        "remove the key or set 'inline'",
+    )
+    hvp: Literal["auto", "finite_difference", "exact"] = _setting(
+        "auto",
+        "Hessian-vector products: central `finite_difference` of gradients, `exact` (double backward), or `auto`.",
+        "'auto', 'finite_difference' or 'exact'",
+        "use 'auto' to let the host decide",
+    )
+    lanczos_steps: Annotated[_Positive, Field(ge=2)] | None = _setting(
+        None,
+        "Lanczos steps of a refresh, one Hessian-vector product each; null: max(2 num_eigenvectors + 4, 2 ln n).",
+        "null or an integer >= 2",
+        "use null for the default",
+    )
+    warmup_steps: _Count = _setting(
+        100,
+        "Steps of the base optimizer before the first refresh.",
+        "an integer >= 0",
+        "use 0 to start with curvature",
+    )
+    interval: _Positive = _setting(
+        100,
+        "Steps from one refresh to the next.",
+        "an integer >= 1",
+        "use num_eigenvectors=0 to train without curvature",
+    )
+    batches: _Positive = _setting(
+        1,
+        "Micro-batches per rank over which the Hessian of a refresh is averaged.",
+        "an integer >= 1",
+        "use 1 for the latest micro-batch alone",
+    )
+    eigenvector_dtype: Literal["float32", "bfloat16"] = _setting(
+        "float32",
+        "Storage of the eigenvectors; `bfloat16` halves their memory.",
+        "'float32' or 'bfloat16'",
+        "use 'float32' unless memory is short",
+    )
+    max_age: _Positive | None = _setting(
+        None,
+        "Steps after which a basis that was not refreshed is dropped; null: never.",
+        "null or an integer >= 1",
+        "use null to keep a basis until the next one",
+    )
+
+
+class DHO2Config(_Settings):
+    """The optimizer's settings, as in ``optimizer.params`` of a DeepSpeed JSON.
+
+    ``weight_decay`` and ``momentum`` read as numbers after validation, also where the user left them to the default.
+    Settings survive a round trip by ``model_dump(exclude_unset=True)``.
+    """
+
+    lr: _NonNegative = _setting(
+        1e-3,
+        "Learning rate of the base optimizer; a schedule may change it.",
+        "a finite number >= 0",
+        "set the rate that you would give the base optimizer",
+    )
+    base: Base = _setting(
+        "adamw",
+        "Base optimizer, which moves everything outside the eigenvectors' span: `adamw`, `adam` or `sgd`.",
+        "'adamw', 'adam' or 'sgd' in this version",
+        "use 'adamw' if unsure",
+    )
+    rule: Rule = _setting(
+        "adaptive",
+        "Update rule: `adaptive` (preconditioned Hessian) or `fosi` (the published rule, plain Hessian).",
+        "'adaptive' or 'fosi'",
+        "use 'adaptive' if unsure",
+    )
+    betas: _Pair = _setting(
+        (0.9, 0.999),
+        "Decay rates of the moment estimates; `adamw` and `adam` only.",
+        "two numbers in [0, 1)",
+        "write a list such as [0.9, 0.999]",
+    )
+    eps: Annotated[_Finite, Field(gt=0)] = _setting(
+        1e-8,
+        "Term added to the root of the second moment; `adamw` and `adam` only.",
+        "a finite number > 0",
+        "use a small one such as 1e-8",
+    )
+    momentum: _Fraction = _setting(
+        None,
+        f"Momentum; `sgd` only; null: {DEFAULT_SGD_MOMENTUM}.",
+        "null or a number in [0, 1)",
+        f"use null for {DEFAULT_SGD_MOMENTUM}",
+        validate_default=True,
+    )
+    nesterov: _Bool = _setting(
+        False,
+        "Nesterov's form of momentum; `sgd` with momentum only.",
+        "true or false",
+        "write it without quotes",
+    )
+    weight_decay: _NonNegative = _setting(
+        None,
+        f"Weight decay, decoupled for `adamw`; null: {DEFAULT_ADAMW_WEIGHT_DECAY} for `adamw`, 0 for the others.",
+        "null or a finite number >= 0",
+        "use 0 for no decay",
+        validate_default=True,
+    )
+    num_eigenvectors: _Count = _setting(
+        8,
+        "Leading Hessian eigenvectors k to keep; 0: the base optimizer alone.",
+        "an integer >= 0",
+        "use 0 for the base optimizer alone",
+    )
+    newton_lr: _NonNegative = _setting(
+        0.1,
+        "Damping of the Newton step inside the eigenvectors' span; follows the schedule of lr.",
+        "a finite number >= 0",
+        "use 0.1 if unsure, or num_eigenvectors=0 to train without the Newton step",
+    )
+    max_lr_scale: Annotated[_Finite, Field(ge=1)] = _setting(
+        3.0,
+        "Upper bound of the factor by which curvature may enlarge lr.",
+        "a finite number >= 1",
+        "use 1 to leave lr as it is",
+    )
+    fused: _Bool | None = _setting(
+        None,
+        "Fused kernels of the base optimizer; null: as torch decides.",
+        "null, true or false",
+        "use null to let torch decide",
+    )
+    curvature: CurvatureConfig = _setting(
+        CurvatureConfig(),
+        "How and when the eigenbasis is computed.",
+        "an object of settings",
+        'write it as {"interval": 100}',
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Let an explicit null count as not given, which matters for settings that the base does not have."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in _NULL_IS_DEFAULT}
+
+    @field_validator("momentum", "weight_decay", mode="before")
+    @classmethod
+    def _base_default(cls, value: Any, info: ValidationInfo) -> Any:
+        """Put the base's own default where none was given (``base`` is declared, so validated, first)."""
+        if value is not None:
+            return value
+        base = info.data.get("base")
+        if info.field_name == "momentum":
+            return DEFAULT_SGD_MOMENTUM if base == "sgd" else 0.0
+        return DEFAULT_ADAMW_WEIGHT_DECAY if base == "adamw" else 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DHO2Config:
+        """Refuse settings that contradict each other."""
+        problems = list(_contradictions(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _contradictions(config: DHO2Config) -> Iterator[str]:
+    """Yield one line per pair of settings that are valid alone but not together."""
+    for name, bases in _ONLY_FOR.items():
+        if name in config.model_fields_set and config.base not in bases:
+            yield (
+                f"{name}={_quote(getattr(config, name))}: must be left out with base={config.base!r}; "
+                f"remove it or use base={' or '.join(map(repr, bases))}"
+            )
+    if config.base == "sgd" and config.nesterov:
+        if config.rule == "fosi":
+            yield "nesterov=True: must be false with rule='fosi'; remove it or use rule='adaptive'"
+        elif config.momentum == 0:
+            yield "nesterov=True: must be false with momentum=0.0; remove it or set a momentum > 0"
+    if config.rule == "fosi" and config.base != "adamw" and config.weight_decay > 0:
+        # FOSI takes the Hessian of the loss that it is given: a decay added to the gradient elsewhere is not in it.
+        yield (
+            f"weight_decay={config.weight_decay!r}: must be 0 with rule='fosi' and base={config.base!r}; "
+            "put the decay into the loss or use base='adamw'"
+        )
+    steps, needed = config.curvature.lanczos_steps, config.num_eigenvectors + LANCZOS_MARGIN
+    if steps is not None and 0 < config.num_eigenvectors and steps < needed:
+        yield (
+            f"curvature.lanczos_steps={steps}: must be >= {needed} (num_eigenvectors + {LANCZOS_MARGIN}); "
+            "raise it, use null for the default, or lower num_eigenvectors"
+        )
+
+
+def parse_config(values: Mapping[str, Any]) -> DHO2Config:
+    """Validate settings as a user wrote them.
+
+    Args:
+        values: Keyword arguments or the ``optimizer.params`` of a DeepSpeed JSON.
+
+    Returns:
+        The frozen settings, defaults filled in.
+
+    Raises:
+        ConfigError: With one line per problem. Contradictions between settings are reported once each is valid alone.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"params={_quote(values)}: must be an object of settings; write it as {{'lr': 0.001}}")
+    try:
+        return DHO2Config.model_validate(dict(values))
+    except ValidationError as error:
+        # `from None`: pydantic's own account says the same in another form.
+        raise ConfigError("\n".join(_problems(error, values))) from None
+
+
+def check_group_options(
+    group: Mapping[str, Any], base: Base, rule: Rule = "adaptive", where: str = "param group"
+) -> dict[str, Any]:
+    """Validate the settings that a param group overrides (:data:`GROUP_KEYS`).
+
+    Args:
+        group: The group's dictionary. Keys that are no setting of ours (``params``, names, tags) are ignored.
+        base: Base optimizer of the whole optimizer.
+        rule: Update rule of the whole optimizer.
+        where: The group's name in messages.
+
+    Returns:
+        The overridden settings, normalised; what the group leaves out or sets to null is absent.
+
+    Raises:
+        ConfigError: With one line per problem, each starting with ``where``.
+    """
+    fixed = [key for key in DHO2Config.model_fields if key not in GROUP_KEYS]
+    problems = [
+        f"{key}={_quote(group[key])}: must be the same for all param groups; set it for the whole optimizer"
+        for key in fixed
+        if key in group
+    ]
+    given = {key: group[key] for key in GROUP_KEYS if group.get(key) is not None}
+    options: dict[str, Any] = {}
+    try:
+        config = parse_config({**given, "base": base, "rule": rule})
+        options = {key: getattr(config, key) for key in given}
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+    return options
+
+
+def _problems(error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
+    """Rewrite pydantic's account as our lines, one per setting."""
+    told = set()
+    for item in error.errors(include_url=False):
+        if not item["loc"]:
+            yield from str(item["ctx"]["error"]).splitlines()  # _contradictions has written these
+            continue
+        path = _path(item["loc"])
+        if path in told:
+            continue
+        told.add(path)
+        yield _problem(path, _look_up(values, item["loc"][: len(path)]))
+
+
+def _path(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Cut a location down to the setting: what lies inside one (an element of a pair) is told as the whole."""
+    depth = 2 if loc[0] == "curvature" else 1
+    return tuple(str(part) for part in loc[:depth])
+
+
+def _problem(path: tuple[str, ...], value: Any) -> str:
+    """Write the line of one setting."""
+    *parents, key = path
+    model = CurvatureConfig if parents else DHO2Config
+    head = f"{'.'.join(path)}={_quote(value)}"
+    field = model.model_fields.get(key)
+    if field is None:
+        allowed = ", ".join(model.model_fields)
+        return f"{head}: must be a known setting; {_suggestion(path)}the settings here are: {allowed}"
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)  # _setting() is the only way in which settings are declared
+    return f"{head}: must be {extra['must']}; {extra['do']}"
+
+
+def _suggestion(path: tuple[str, ...]) -> str:
+    """Guess which setting an unknown one was meant to be, on its own level first."""
+    prefix = "".join(f"{part}." for part in path[:-1])
+    here, there = (CurvatureConfig, DHO2Config) if prefix else (DHO2Config, CurvatureConfig)
+    for model, qualifier in ((here, prefix), (there, "" if prefix else "curvature.")):
+        close = difflib.get_close_matches(path[-1].lower(), model.model_fields, n=1, cutoff=0.7)
+        if close:
+            return f"did you mean '{qualifier}{close[0]}'? "
+    return ""
+
+
+def _look_up(values: Any, path: tuple[int | str, ...]) -> Any:
+    """Find the value that the user wrote for a setting."""
+    for part in path:
+        values = values.get(part) if isinstance(values, Mapping) else getattr(values, part, None)
+    return values
+
+
+def _quote(value: Any) -> str:
+    """Show a value in a message, on one line and not at full length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -1,0 +1,1 @@
+"""Curvature numerics: Lanczos, Hessian-vector products, the eigenbasis and when to refresh it."""

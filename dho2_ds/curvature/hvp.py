@@ -1,0 +1,171 @@
+"""Hessian-vector products of the preconditioned operator ``P^(1/2) H P^(1/2)`` on local vectors.
+
+The finite-difference step follows one rule: the *change* of the preconditioned gradient is a fixed fraction tau of
+the preconditioned gradient itself, ``eps = tau ||P^(1/2) g|| / ||A v||`` for a unit v. Rounding error is then about
+``delta / tau`` and truncation about ``tau^2`` whatever the direction, where a fixed eps is wrong by one to two orders
+of magnitude between the sharpest and a random direction. Measuring both norms in the operator's own coordinates makes
+||A v|| free: Lanczos knows it from its recurrence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dho2_ds.curvature.lanczos import LanczosError, Reduce
+
+Accumulate = Callable[[Tensor | None, float, Tensor], None]
+"""``accumulate(direction, eps, out)``: add the local share of the gradient at ``w + eps * direction`` (mean over all
+ranks) to ``out``. ``direction`` None means at ``w``."""
+Root = Callable[[Tensor], Tensor]
+"""In-place ``x <- P^(1/2) x`` on a local vector; returns x."""
+
+TAU = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 2e-1, torch.float16: 5e-2}
+"""Relative gradient change by the dtype the model computes in. Rounding error is delta/tau (delta about 3e-7 in
+float32, 4e-3 in bfloat16), truncation tau^2 times a constant of order one; measured optima on a transformer: 1e-2 in
+float32 (error 3e-5) and 0.1-0.3 in bfloat16 (error 3-6 %). float16 lies between."""
+
+TAU_RANGE = {torch.float64: (1e-7, 1e-2), torch.float32: (1e-4, 1e-1), torch.bfloat16: (6e-2, 5e-1), torch.float16: (1e-2, 2e-1)}
+"""How far the self-check may move tau before the product is called unreliable."""
+
+GROWTH_FLOOR = 0.03
+"""eps is never chosen for a product smaller than this fraction of the largest seen: in the flat bulk of the spectrum
+only the error relative to lambda_1 matters, and an unbounded eps would leave the region where the model is smooth."""
+
+SELF_CHECK = 0.05
+"""Largest relative disagreement of the leading Rayleigh quotient between eps and eps/3."""
+
+_CALIBRATED = 3.0
+_CALIBRATIONS = 6
+
+
+@dataclass
+class FiniteDifference:
+    """Central differences of ordinary gradients: two gradients per product, on every host.
+
+    State that lives from one refresh to the next: ``tau`` (moved by the self-check) and ``gradient_norm``, the last
+    ||P^(1/2) g||, whose third is a floor for the next so that eps stays meaningful near a minimum.
+    """
+
+    tau: float
+    bounds: tuple[float, float]
+    gradient_norm: float = 0.0
+    growth: float = 0.0
+    hvps: int = 0
+    self_check: float = field(default=math.nan)
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype) -> FiniteDifference:
+        """The operator state for a model that computes in ``dtype``."""
+        return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype])
+
+    def bind(self, accumulate: Accumulate, root: Root, reduce: Reduce) -> BoundFiniteDifference:
+        """An operator for one refresh."""
+        self.hvps = 0
+        self.self_check = math.nan
+        return BoundFiniteDifference(self, accumulate, root, reduce)
+
+
+class BoundFiniteDifference:
+    """The operator of one refresh; ``matvec`` for :func:`dho2_ds.curvature.lanczos.lanczos`."""
+
+    def __init__(self, state: FiniteDifference, accumulate: Accumulate, root: Root, reduce: Reduce) -> None:
+        self.state, self._accumulate, self._root, self._reduce = state, accumulate, root, reduce
+        self._largest = 0.0
+
+    def __call__(self, v: Tensor, growth: float | None) -> Tensor:
+        """A v for a unit local vector v. Costs two gradients and no collective of its own."""
+        if growth is not None:
+            self.state.growth = growth
+            self._largest = max(self._largest, growth)
+        expected = max(self.state.growth, GROWTH_FLOOR * self._largest)
+        return self._product(v, self.state.tau * self.state.gradient_norm / expected)
+
+    def calibrate(self, v: Tensor, guess: float) -> Tensor:
+        """A v at a step that is known to be right, for the first vector of a refresh.
+
+        Args:
+            v: (n_local,) unit vector, local.
+            guess: expected ||A v||; only its order of magnitude matters.
+
+        Returns:
+            (n_local,) local product. Cost: usually one product (more on the first refresh, when ``guess`` is poor)
+            and one all-reduce of two scalars per try.
+
+        Raises:
+            LanczosError: on every rank together, when no finite product is found.
+        """
+        state = self.state
+        floor = state.gradient_norm / 3
+        eps = state.tau * max(state.gradient_norm, 1e-12) / guess if state.gradient_norm else 1e-3
+        for _ in range(_CALIBRATIONS):
+            partial: list[Tensor] = []
+            product = self._product(v, eps, partial)
+            grown, gradient = self._reduce(torch.cat([_square(product), *partial])).sqrt().tolist()
+            if not (math.isfinite(grown) and math.isfinite(gradient)):
+                eps /= 1e3
+                continue
+            state.gradient_norm = max(gradient, floor)
+            state.growth = self._largest = grown
+            if grown == 0.0 or state.gradient_norm == 0.0:
+                return product
+            change = eps * grown / state.gradient_norm / state.tau
+            if 1 / _CALIBRATED <= change <= _CALIBRATED:
+                return product
+            eps /= min(max(change, 1e-4), 1e4)
+        raise LanczosError("no step size gives a finite, consistent Hessian-vector product at the current weights")
+
+    def check(self, v: Tensor, theta: float) -> float:
+        """Relative disagreement of ``v' A v`` at eps/3 with ``theta`` found at eps; moves tau when it is too large.
+
+        Costs one product and one all-reduce of one scalar.
+        """
+        state = self.state
+        step = state.tau * state.gradient_norm / max(abs(theta), 1e-300) / 3
+        product = self._product(v, step)
+        quotient = float(self._reduce(torch.dot(v, product).double().reshape(1)))
+        state.self_check = abs(quotient - theta) / max(abs(theta), abs(quotient), 1e-300)
+        if not state.self_check <= SELF_CHECK:
+            low, high = state.bounds
+            # Truncation falls with tau^2 and rounding grows with 1/tau, so lower tau while there is room above the
+            # rounding floor, else raise it.
+            state.tau = state.tau / 3 if state.tau / 3 >= low else min(state.tau * 3, high)
+        return state.self_check
+
+    def _product(self, v: Tensor, eps: float, gradient_square: list[Tensor] | None = None) -> Tensor:
+        self.state.hvps += 1
+        direction = self._root(v.clone())
+        out = torch.zeros_like(v)
+        self._accumulate(direction, eps, out)
+        if gradient_square is not None:
+            gradient_square.append(_square(self._root(out.clone())))
+        out.neg_()
+        self._accumulate(direction, -eps, out)
+        return self._root(out.mul_(-0.5 / eps))
+
+
+@dataclass
+class Exact:
+    """Double backward on one retained graph: no step size, no truncation; needs every operation twice differentiable.
+
+    ``differentiate(direction, out)`` adds the local share of ``H direction`` to ``out``; the host builds it.
+    """
+
+    differentiate: Callable[[Tensor, Tensor], None]
+    root: Root
+    hvps: int = 0
+
+    def __call__(self, v: Tensor, growth: float | None) -> Tensor:
+        """A v for a local vector v. Costs one backward pass through the retained gradient graph."""
+        self.hvps += 1
+        out = torch.zeros_like(v)
+        self.differentiate(self.root(v.clone()), out)
+        return self.root(out)
+
+
+def _square(x: Tensor) -> Tensor:
+    return torch.dot(x, x).double().reshape(1)

@@ -1,0 +1,217 @@
+"""One curvature refresh: start vector, Lanczos, checks, and the decision that all ranks take together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.curvature.hvp import FiniteDifference, Root
+from dho2_ds.curvature.lanczos import LanczosError, Reduce, Ritz, lanczos
+from dho2_ds.hosts.base import Host, Loss
+
+UNCONVERGED = 0.3
+"""Drop a Ritz pair whose residual exceeds this fraction of |theta|: sin(angle) <= residual / gap (Davis-Kahan)."""
+
+UNRELIABLE = 0.3
+"""Reject a refresh whose leading Rayleigh quotient changes by more than this between eps and eps/3."""
+
+ORTHONORMAL = 1e-2
+"""Largest entry of |Q Q^T - I| that is accepted."""
+
+_PROBE_WEIGHT = 0.1
+"""Share of the pseudo-random probe in the start vector: enough that no eigenvector is orthogonal to it by structure."""
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What one refresh did. Identical on all ranks except ``seconds``."""
+
+    accepted: bool
+    reason: str
+    eigenvalues: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+    next_eigenvalue: float = 0.0
+    hvps: int = 0
+    seconds: float = 0.0
+    self_check: float = math.nan
+    tau: float = math.nan
+    transient_bytes: int = 0
+
+
+def default_lanczos_steps(k: int, numel: int) -> int:
+    """max(2k + 4, ceil(2 ln n)): 2k products capture 97-99 % of the leading eigenvalues' mass, and about c log n are
+    needed before outliers are visible at all (Garza-Vargas and Kulkarni 2020)."""
+    return max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
+
+
+def rademacher(host: Host, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n_local,) local +-1 entries that depend on the global element index only, so that no result depends on the
+    world size or the engine; padding is zero. A 64-bit mixing function of the index (the finaliser of splitmix64)."""
+    probe = torch.zeros(host.layout.numel, dtype=dtype, device=device)
+    begin: dict[str, int] = {}
+    at = 0
+    for name, size in host.sizes.items():
+        begin[name] = at
+        at += size
+    for segment in host.layout.segments:
+        first = begin[segment.name] + segment.start
+        for low in range(0, segment.length, 1 << 20):
+            length = min(1 << 20, segment.length - low)
+            x = torch.arange(first + low, first + low + length, dtype=torch.int64, device=device)
+            x = (x + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+            x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+            x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
+            sign = ((x >> 63) & 1) * 2 - 1
+            probe[segment.offset + low : segment.offset + low + length] = sign.to(dtype)
+    return probe
+
+
+def start_vector(
+    host: Host, hint: Tensor | None, old: Eigenbasis | None, reduce: Reduce, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Layout-independent start: unit(gradient) + unit(sum |lambda_i| q_i of the old basis) + a small probe.
+
+    Args:
+        hint: (n_local,) local gradient-like vector (the base optimizer's preconditioned momentum), or None; reused.
+        old: previous eigenbasis.
+
+    Returns:
+        (n_local,) local. One all-reduce of two scalars.
+    """
+    start = rademacher(host, dtype, device)
+    start.mul_(_PROBE_WEIGHT / math.sqrt(max(host.numel, 1)))
+    parts: list[Tensor] = [hint.to(dtype)] if hint is not None else []
+    if old is not None:
+        weights = old.eigenvalues.abs() / old.eigenvalues.abs().max()
+        rows = old.vectors
+        total = torch.zeros_like(start)
+        for row, weight in zip(rows, weights.tolist(), strict=True):
+            total.add_(row.to(dtype), alpha=weight)
+        parts.append(total)
+    if parts:
+        squares = reduce(torch.stack([torch.dot(p, p).double() for p in parts]))
+        for part, square in zip(parts, squares.tolist(), strict=True):
+            if square > 0 and math.isfinite(square):
+                start.add_(part, alpha=1.0 / math.sqrt(square))
+    return start
+
+
+def refresh(
+    host: Host,
+    losses: Sequence[Loss],
+    root: Root,
+    *,
+    k: int,
+    budget: int,
+    route: str,
+    finite_difference: FiniteDifference,
+    growth_guess: float,
+    hint: Tensor | None,
+    old: Eigenbasis | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    born: int,
+    all_pairs: bool = False,
+) -> tuple[Ritz | None, Eigenbasis | None, Refresh]:
+    """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, or say why not.
+
+    Args:
+        host: the engine; everything it does is undone when this returns or raises.
+        losses: this rank's curvature batch (or batches).
+        root: in-place P^(1/2); the identity for plain-Hessian rules.
+        k: wanted pairs.
+        budget: largest number of Hessian-vector products, checks included.
+        route: ``finite_difference`` or ``exact``.
+        finite_difference: step-size state kept between refreshes.
+        growth_guess: expected size of the largest eigenvalue, for the first step size.
+        hint, old: see :func:`start_vector`.
+        dtype, device: of the local vectors.
+        born: step number to record.
+        all_pairs: keep unconverged pairs too (for inspecting a spectrum).
+
+    Returns:
+        (Ritz pairs, eigenbasis, report); the first two are None when the refresh was rejected. The decision, the
+        eigenvalues and the counts are the same on every rank. The eigenbasis' vectors are a view of the Lanczos
+        buffer in ``dtype``: copy what is to be kept.
+
+    Cost: at most ``budget`` products; two all-reduces per Lanczos step and a handful per refresh.
+    """
+    began = time.perf_counter()
+    reduce = host.reducer.sum_
+    numel = host.layout.numel
+    with host.evaluation():
+        vectors = 4  # start or direction, product, one root copy, the hint
+        transient = host.transient_bytes + vectors * numel * torch.finfo(dtype).bits // 8
+        finite = finite_difference.bind(lambda d, e, out: host.accumulate(losses, d, e, out), root, reduce)
+        exact = host.exact(losses, root) if route == "exact" else None
+        spent = exact if exact is not None else finite_difference
+        try:
+            start = start_vector(host, hint, old, reduce, dtype, device)
+            hint = None
+            first: Tensor | None = None
+            if exact is None:
+                norm = math.sqrt(float(reduce(torch.dot(start, start).double().reshape(1))))
+                start.div_(norm)
+                first = finite.calibrate(start, growth_guess)
+            # Calibration's last product is Lanczos' first; one more is kept back for the self-check.
+            steps = budget if exact is not None else budget - finite_difference.hvps
+            steps = max(1, min(steps, host.numel))
+            transient += steps * numel * torch.finfo(dtype).bits // 8
+            ritz = lanczos(exact or finite, reduce, start, steps, wanted=min(k + 1, host.numel), first_product=first)
+            del start, first
+            kept = _select(ritz, k, all_pairs)
+            leading = ritz.vectors_(max(len(kept), 1) if kept == list(range(len(kept))) else kept[-1] + 1)
+            reason = "" if kept else "no Ritz pair converged; raise curvature.lanczos_steps"
+            if exact is None and kept and float(ritz.eigenvalues[0]) != 0.0:
+                disagreement = finite.check(leading[0], float(ritz.eigenvalues[0]))
+                if not disagreement <= UNRELIABLE and not all_pairs:
+                    reason = f"finite differences disagree by {disagreement:.0%} between two step sizes"
+            leading = leading[kept] if kept != list(range(len(kept))) else leading[: len(kept)]
+            if kept:
+                gram = reduce((leading @ leading.T).double())
+                error = float((gram - torch.eye(len(kept), dtype=gram.dtype, device=gram.device)).abs().max())
+                if not error <= ORTHONORMAL:
+                    reason = reason or f"eigenvectors are not orthonormal (error {error:.1e})"
+        except LanczosError as problem:
+            ritz, kept, reason = None, [], str(problem)
+        values = ritz.eigenvalues if ritz is not None else torch.zeros(0, dtype=torch.float64)
+        agreed = host.reducer.agree(not reason, values.to(host.reducer.device) if not reason else None)
+        if not agreed and not reason:
+            reason = "ranks disagree"
+        report = Refresh(
+            accepted=agreed,
+            reason=reason,
+            eigenvalues=values[kept].tolist(),
+            residuals=ritz.residuals[kept].tolist() if ritz is not None else [],
+            next_eigenvalue=_next(values, kept),
+            hvps=spent.hvps,
+            self_check=finite_difference.self_check,
+            tau=finite_difference.tau if exact is None else math.nan,
+            transient_bytes=transient,
+            seconds=time.perf_counter() - began,
+        )
+    if not agreed or ritz is None:
+        return None, None, report
+    return ritz, Eigenbasis(leading, values[kept].clone(), report.next_eigenvalue, born), report
+
+
+def _select(ritz: Ritz, k: int, all_pairs: bool) -> list[int]:
+    """Indices of the pairs to keep: the k largest by magnitude, less unconverged or zero ones."""
+    kept = []
+    for index in range(min(k, ritz.hvps)):
+        value = abs(float(ritz.eigenvalues[index]))
+        if all_pairs or (value > 0 and float(ritz.residuals[index]) <= UNCONVERGED * value):
+            kept.append(index)
+    return kept
+
+
+def _next(values: Tensor, kept: list[int]) -> float:
+    """Largest magnitude that was not kept."""
+    rest = [abs(float(v)) for i, v in enumerate(values) if i not in set(kept)]
+    return max(rest, default=0.0)

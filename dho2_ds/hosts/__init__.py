@@ -1,0 +1,1 @@
+"""Hosts: how each training engine shards weights, publishes them and yields gradients."""

@@ -1,0 +1,167 @@
+"""What the optimizer asks of a training engine."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dho2_ds.curvature.hvp import Exact, Root
+from dho2_ds.sharding.layout import Layout
+from dho2_ds.sharding.reduce import Reducer
+from dho2_ds.shards import Shard
+
+Loss = Callable[[nn.Module], Tensor]
+"""``loss(model)``: the scalar training loss of one curvature batch, computed by calling ``model``."""
+
+
+class Host(ABC):
+    """One training engine, seen as shards of one flat vector.
+
+    Attributes:
+        name: for messages, e.g. ``"DeepSpeed ZeRO-2"``.
+        module: the user's model, unwrapped.
+        sizes: {parameter name: numel} of every parameter this optimizer trains, in model order, global.
+        layouts: one :class:`Layout` per rank of the sharding group.
+        reducer: sums over the sharding group.
+        shards: this rank's dense local weights, ascending offsets.
+    """
+
+    name: str
+    module: nn.Module
+    sizes: dict[str, int]
+    layouts: Sequence[Layout]
+    reducer: Reducer
+    shards: list[Shard]
+
+    exact_refusal: str | None = None
+    """Why exact products cannot be had here; None when they can."""
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's layout."""
+        return self.layouts[self.reducer.rank]
+
+    @property
+    def numel(self) -> int:
+        """Parameters over all ranks, padding not counted."""
+        return sum(self.sizes.values())
+
+    def state_keys(self) -> list[tuple[Tensor, int, int]]:
+        """Per shard: the optimizer's parameter it belongs to and the flat interval of it that the shard covers."""
+        return [(shard.param, 0, shard.numel) for shard in self.shards]
+
+    # -- one training step --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def collect(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Take in the gradients of one ``optimizer.step()`` call.
+
+        Returns:
+            All param groups, once every shard's ``param.grad`` of this training step is in place; None while the
+            engine has more calls to make for the same step.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make the updated local weights visible to the model (as far as the engine does not do it itself)."""
+
+    # -- one curvature refresh ----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """The lowest precision in which the model computes; sets the finite-difference step."""
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes per rank that an evaluation holds for restoring the weights."""
+        return sum(shard.param.numel() * shard.param.element_size() for shard in self.shards)
+
+    @abstractmethod
+    def evaluation(self) -> contextlib.AbstractContextManager[None]:
+        """Everything between enter and exit leaves no trace: weights, ``.grad``, RNG state and module buffers come
+        back bit-exactly, also when the loss raises."""
+
+    @abstractmethod
+    def accumulate(self, losses: Sequence[Loss], direction: Tensor | None, eps: float, out: Tensor) -> None:
+        """Add the gradient at ``w + eps * direction`` to ``out``; inside :meth:`evaluation`.
+
+        The gradient is the mean over ``losses`` and over all ranks, this rank's share, loss scale divided out,
+        padding zero. ``direction`` and ``out``: (n_local,) local.
+        """
+
+    @abstractmethod
+    def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
+        """An operator on a retained graph of ``losses``; inside :meth:`evaluation`."""
+
+
+class ModelState:
+    """Snapshot of what a forward or backward pass changes besides weights: RNG, module buffers and ``.grad``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._params = [p for p in module.parameters() if p.requires_grad]
+        self._grads = [p.grad for p in self._params]
+        self._buffers = list(module.buffers())
+        self._saved_buffers = [b.clone() for b in self._buffers]
+        devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
+        self._cpu_rng = torch.get_rng_state()
+        self._device_rng = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+
+    def rewind(self) -> None:
+        """Back to the snapshot, so that every evaluation of a refresh is the same function of the weights.
+
+        Also forgets autocast's cached low-precision weights: inside an active autocast region they would hide the
+        perturbation.
+        """
+        torch.set_rng_state(self._cpu_rng)
+        for device, state in self._device_rng:
+            torch.get_device_module(device).set_rng_state(state, device)
+        with torch.no_grad():
+            for buffer, saved in zip(self._buffers, self._saved_buffers, strict=True):
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
+        torch.clear_autocast_cache()
+
+    def clear_grads(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def restore(self) -> None:
+        self.rewind()
+        for param, grad in zip(self._params, self._grads, strict=True):
+            param.grad = grad
+
+
+def scalar_loss(value: object, where: str = "loss_fn") -> Tensor:
+    """Check that a loss is a differentiable scalar tensor.
+
+    Raises:
+        TypeError, ValueError: naming what was returned and what is needed.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{where} returned {type(value).__name__}: must be a scalar tensor; return the mean loss of the batch"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"{where} returned a tensor of shape {tuple(value.shape)}: must be a scalar; return the mean loss"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            f"{where} returned a loss without a graph: must depend on the parameters; do not detach it or use no_grad"
+        )
+    return value.reshape(())
+
+
+def compute_dtype(params: Iterator[Tensor] | Sequence[Tensor]) -> torch.dtype:
+    """Lowest precision among the parameters and an active autocast region."""
+    dtypes = {p.dtype for p in params if p.is_floating_point()}
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            dtypes.add(torch.get_autocast_dtype(device))
+    return min(dtypes, key=lambda dtype: (torch.finfo(dtype).bits, -torch.finfo(dtype).eps))

@@ -1,0 +1,183 @@
+"""Hosts that replicate the weights: one process, DistributedDataParallel, DeepSpeed stage 0.
+
+Everything of ours is sharded all the same, in the manner of ZeRO-1: each rank steps on its flat slice of the weights
+(base state, eigenbasis and Lanczos vectors are n/P), then the slices are all-gathered straight into the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from dho2_ds.curvature.hvp import Exact, Root
+from dho2_ds.hosts import full
+from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
+from dho2_ds.sharding.layout import flat_slices
+from dho2_ds.sharding.reduce import Reducer
+from dho2_ds.shards import Shard, flat_like, flat_view
+
+
+class ReplicatedHost(Host):
+    """Weights whole on every rank.
+
+    Args:
+        name: for messages.
+        module: the model to evaluate curvature losses on (for DDP the wrapped module, so that DDP's hooks stay out).
+        masters: per param group the tensors the optimizer updates.
+        weights: per param group the module's parameters that belong to them; the same tensors, or low-precision
+            copies (DeepSpeed stage 0 in bf16 keeps float32 masters and copies them back itself).
+        group: the data-parallel group; None for one process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        masters: Sequence[Sequence[Tensor]],
+        weights: Sequence[Sequence[Tensor]],
+        group: ProcessGroup | None,
+    ) -> None:
+        self.name, self.module = name, module
+        self.reducer = Reducer(group)
+        named = {id(p): key for key, p in module.named_parameters()}
+        self._masters: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        owner: list[int] = []
+        for index, (own, seen) in enumerate(zip(masters, weights, strict=True)):
+            for master, weight in zip(own, seen, strict=True):
+                if weight.requires_grad:
+                    self._masters.append(master)
+                    self._weights.append(weight)
+                    owner.append(index)
+        self._names = [named.get(id(w), f"parameter {i}") for i, w in enumerate(self._weights)]
+        self.sizes = {n: w.numel() for n, w in zip(self._names, self._weights, strict=True)}
+        self.layouts = flat_slices(self.sizes, self.reducer.world_size)
+        self._index = {n: i for i, n in enumerate(self._names)}
+        self.shards = []
+        self._origin: list[tuple[int, int, int]] = []
+        for segment in self.layout.segments:
+            index = self._index[segment.name]
+            whole = segment.length == self._masters[index].numel() and self.reducer.world_size == 1
+            stop = segment.start + segment.length
+            param = self._masters[index] if whole else flat_view(self._masters[index].detach())[segment.start : stop]
+            self.shards.append(Shard(param, owner[index], segment.offset))
+            self._origin.append((index, segment.start, stop))
+        self._backup: list[Tensor] = []
+        self._state: ModelState | None = None
+
+    def state_keys(self) -> list[tuple[Tensor, int, int]]:
+        return [(self._masters[index], start, stop) for index, start, stop in self._origin]
+
+    @property
+    def separate_masters(self) -> bool:
+        """True when the optimizer updates copies of the module's parameters."""
+        return any(m is not w for m, w in zip(self._masters, self._weights, strict=True))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self._weights)
+
+    def collect(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.reducer.world_size > 1:
+            for shard, (index, start, stop) in zip(self.shards, self._origin, strict=True):
+                grad = self._masters[index].grad
+                shard.param.grad = None if grad is None else flat_like(grad, self._masters[index])[start:stop]
+        return groups
+
+    def publish(self) -> None:
+        if self.reducer.world_size > 1:
+            for shard in self.shards:
+                shard.param.grad = None
+            self._gather(self._masters)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self._state = ModelState(self.module)
+        self._backup = [self._slice(self._weights, i).clone() for i in range(len(self.shards))]
+        try:
+            yield
+        finally:
+            self._write(None, 0.0)
+            self._state.restore()
+            self._state, self._backup = None, []
+
+    def accumulate(self, losses: Sequence[Loss], direction: Tensor | None, eps: float, out: Tensor) -> None:
+        assert self._state is not None
+        self._write(direction, eps)
+        self._state.rewind()
+        error: Exception | None = None
+        grads: list[Tensor | None] = []
+        try:
+            grads = full.mean_gradients(losses, self.module, self._weights)
+        except Exception as caught:  # raised again, on every rank together, by the reduction
+            error, grads = caught, [None] * len(self._weights)
+        full.reduce_into(grads, self._weights, self._names, self.layout, self.reducer, out, error)
+
+    def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
+        assert self._state is not None
+        self._state.rewind()
+        return full.exact_operator(
+            losses, self.module, self._weights, self._names, self.sizes, self.layouts, self.reducer, root
+        )
+
+    @torch.no_grad()
+    def _write(self, direction: Tensor | None, eps: float) -> None:
+        """Put ``w + eps * direction`` (None: the saved w) into the model on every rank."""
+        for i, shard in enumerate(self.shards):
+            target = self._slice(self._weights, i)
+            if direction is None:
+                target.copy_(self._backup[i])
+                continue
+            source = flat_view(shard.param.detach()) if self.separate_masters else self._backup[i]
+            step = direction[shard.offset : shard.offset + shard.numel]
+            torch.add(source.to(step.dtype), step, alpha=eps, out=target) if target.dtype == step.dtype else (
+                target.copy_(torch.add(source.to(step.dtype), step, alpha=eps))
+            )
+        if self.reducer.world_size > 1:
+            self._gather(self._weights)
+
+    def _slice(self, tensors: Sequence[Tensor], i: int) -> Tensor:
+        index, start, stop = self._origin[i]
+        return flat_view(tensors[index].detach())[start:stop]
+
+    @torch.no_grad()
+    def _gather(self, tensors: Sequence[Tensor]) -> None:
+        """All-gather every rank's slice into ``tensors`` on all ranks, bucket by bucket.
+
+        Transient: one bucket of at most ``full.BUCKET`` elements (all ranks' parts together). Traffic: n elements.
+        """
+        world, rank = self.reducer.world_size, self.reducer.rank
+        slice_numel = self.layouts[0].numel
+        part = max(1, full.BUCKET // world)
+        dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
+        for begin in range(0, slice_numel, part):
+            length = min(part, slice_numel - begin)
+            send = torch.zeros(length, dtype=dtype, device=tensors[0].device)
+            for view, at in self._overlaps(tensors, rank, begin, length):
+                send[at : at + view.numel()].copy_(view)
+            received = torch.empty(world * length, dtype=dtype, device=send.device)
+            dist.all_gather_into_tensor(received, send, group=self.reducer.group)
+            for other in range(world):
+                if other == rank:
+                    continue
+                for view, at in self._overlaps(tensors, other, begin, length):
+                    offset = other * length + at
+                    view.copy_(received[offset : offset + view.numel()])
+
+    def _overlaps(
+        self, tensors: Sequence[Tensor], rank: int, begin: int, length: int
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Views of the pieces of ``rank``'s slice in ``[begin, begin + length)`` and where they sit in that interval."""
+        for segment in self.layouts[rank].segments:
+            low = max(segment.offset, begin)
+            high = min(segment.offset + segment.length, begin + length)
+            if low < high:
+                start = segment.start + low - segment.offset
+                flat = flat_view(tensors[self._index[segment.name]].detach())
+                yield flat[start : start + high - low], low - begin

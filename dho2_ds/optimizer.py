@@ -1,0 +1,569 @@
+"""The optimizer: torch's base step, the curvature correction, and the bookkeeping between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dho2_ds import rules
+from dho2_ds.base import BaseOptimizer, init_state, torch_optimizer
+from dho2_ds.config import ConfigError, check_group_options, parse_config
+from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.curvature.hvp import FiniteDifference
+from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps, refresh
+from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.hosts.replicated import ReplicatedHost
+from dho2_ds.monitor import human_bytes, logger, refresh_line, write_events
+from dho2_ds.shards import flat_like, iter_params
+
+_STEP_KEY = "dho2_step"
+_ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
+
+
+class DHO2(torch.optim.Optimizer):
+    """Hybrid first- and second-order optimizer (DHO2, arXiv 2505.00982; FOSI, arXiv 2302.08484), sharded.
+
+    Keeps the k leading eigenvectors of the (preconditioned) Hessian over all parameters, takes a damped Newton step
+    inside their span and lets the base optimizer move the rest with a larger learning rate.
+
+    Args:
+        params: parameters or param group dictionaries; groups may override lr, weight_decay, betas, eps, momentum,
+            nesterov.
+        lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer.
+        **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
+            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``fused`` and the dictionary ``curvature``; see
+            :class:`dho2_ds.DHO2Config` for each.
+
+    State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
+    ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
+    all-reduce of k + 1 scalars (``fosi``: two); a refresh is at most ``lanczos_steps`` Hessian-vector products.
+
+    With ``num_eigenvectors=0`` it is torch's base optimizer, bit for bit. Otherwise :func:`dho2_ds.attach` must name
+    the model (under DeepSpeed with a model that returns its loss this happens by itself).
+
+    Raises:
+        ConfigError: naming every setting that is wrong, before training starts.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+        config = parse_config({"lr": lr, **settings})
+        self.config = config
+        extra = _SGD_KEYS if config.base == "sgd" else _ADAM_KEYS
+        defaults = {key: getattr(config, key) for key in ("lr", "weight_decay", *extra)}
+        if isinstance(lr, Tensor):
+            defaults["lr"] = lr
+        super().__init__(params, defaults)
+        for index, group in enumerate(self.param_groups):
+            overrides = {k: v for k, v in group.items() if k in defaults and v is not defaults[k]}
+            check_group_options(overrides, config.base, config.rule, where=f"param group {index}")
+        self._check_params()
+        if config.rule == "fosi" and config.base != "sgd" and len({tuple(g["betas"]) for g in self.param_groups}) > 1:
+            raise ConfigError("betas: must be equal in all param groups with rule='fosi'; its velocity is shared")
+
+        self._host: Host | None = None
+        self._source: Callable[[], Sequence[Loss]] | None = None
+        self._base: BaseOptimizer | None = None
+        self._base_state: dict[Any, Any] = defaultdict(dict)
+        self._original = [id(p) for p in iter_params(self.param_groups)]
+        self._reference_lr = max(float(g["lr"]) for g in self.param_groups)
+        self._momentum = config.base == "sgd" and any(g["momentum"] for g in self.param_groups)
+        self._plain: torch.optim.Optimizer | None = None
+        self._groups: list[dict[str, Any]] = self.param_groups
+        self._step = 0
+        self._due_since: int | None = None
+        self._relink = True
+        self._basis: Eigenbasis | None = None
+        self._storage: Tensor | None = None
+        self._velocity: rules.FosiVelocity | None = None
+        self._finite_difference: FiniteDifference | None = None
+        self._captured: Tensor | None = None
+        self._lr_scale = 1.0
+        self._expired = False
+        self._totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
+        self._last: Refresh | None = None
+        self._announced = False
+        _allow_under_deepspeed(type(self))
+        if config.num_eigenvectors:
+            _watch_for_engine(self)
+
+    # -- public -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step. ``closure`` has torch's meaning: called once with gradients enabled, its value returned.
+
+        Under ZeRO the engine calls this once per param group or sub-group; the update happens at the last call.
+
+        Raises:
+            RuntimeError: a refresh is due and the optimizer was not attached to a model.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.config.num_eigenvectors == 0:
+            self._plain_step()
+        elif self._host is not None or not self._is_initialising_step():
+            self._hybrid_step(self._host or self._bind_default())
+        return loss
+
+    def curvature_stats(self) -> dict[str, Any]:
+        """What curvature has done so far.
+
+        Returns:
+            ``steps``, ``refreshes`` (accepted), ``rejected``, ``hvps`` (all so far), ``eigenvalues``, ``residuals``
+            (of the basis in use), ``next_eigenvalue``, ``lr_scale`` (s), ``age`` (steps since the basis was computed,
+            None without one), ``captured_fraction`` (share of the squared norm of the base optimizer's last direction
+            inside the span), ``bytes_basis``, ``bytes_transient`` (this rank's; the latter for the last refresh),
+            ``bytes_base`` (base optimizer's state on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh``
+            (why it was accepted or not). Reading it synchronises with the device.
+        """
+        basis, last = self._basis, self._last
+        tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0]
+        return {
+            "steps": self._step,
+            **self._totals,
+            "eigenvalues": basis.eigenvalues.tolist() if basis is not None else [],
+            "residuals": last.residuals if last is not None and last.accepted else [],
+            "next_eigenvalue": basis.next_eigenvalue if basis is not None else None,
+            "lr_scale": self._lr_scale,
+            "age": self._step - basis.born if basis is not None else None,
+            "captured_fraction": float(self._captured) if self._captured is not None else None,
+            "bytes_basis": self._storage.numel() * self._storage.element_size() if self._storage is not None else 0,
+            "bytes_transient": last.transient_bytes if last is not None else 0,
+            "bytes_base": sum(t.numel() * t.element_size() for t in tensors),
+            "route": self.route if self._host is not None else None,
+            "self_check": last.self_check if last is not None else None,
+            "tau": last.tau if last is not None else None,
+            "last_refresh": None if last is None else ("accepted" if last.accepted else last.reason),
+        }
+
+    def set_eigenbasis(
+        self, eigenvectors: Tensor, eigenvalues: Sequence[float], next_eigenvalue: float = 0.0
+    ) -> None:
+        """Install a given eigenbasis, as if a refresh had found it.
+
+        Args:
+            eigenvectors: (k, n_local) local rows, orthonormal over all ranks.
+            eigenvalues: k values, the same on every rank.
+            next_eigenvalue: magnitude of the largest eigenvalue outside the basis.
+        """
+        host = self._host or self._bind_default()
+        if eigenvectors.shape != (len(eigenvalues), host.layout.numel):
+            raise ValueError(
+                f"eigenvectors of shape {tuple(eigenvectors.shape)}: must be ({len(eigenvalues)}, "
+                f"{host.layout.numel}); pass this rank's columns"
+            )
+        values = torch.tensor(list(eigenvalues), dtype=torch.float64)
+        self._install(Eigenbasis(eigenvectors, values, next_eigenvalue, self._step))
+
+    @property
+    def route(self) -> str:
+        """The way Hessian-vector products are taken: ``finite_difference`` or ``exact``."""
+        return "exact" if self.config.curvature.hvp == "exact" else "finite_difference"
+
+    @property
+    def refresh_due(self) -> bool:
+        """True when the next training forward of the attached model will refresh the curvature first."""
+        return self._due_since is not None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load base state (as torch does). The eigenbasis is not part of it: it is rebuilt at the next refresh."""
+        super().load_state_dict(state_dict)
+        self._step = int(self.param_groups[0].get(_STEP_KEY, self._step))
+        self._relink = True
+        self._basis, self._velocity, self._lr_scale = None, None, 1.0
+        if self._base is not None:
+            self._base.forget_steps()
+
+    # -- binding ------------------------------------------------------------------------------------------------
+
+    def bind(self, host: Host, source: Callable[[], Sequence[Loss]]) -> None:
+        """Connect to an engine and a source of curvature losses; called by :func:`dho2_ds.attach`.
+
+        Raises:
+            ConfigError: a setting cannot work on this host.
+        """
+        k, curvature = self.config.num_eigenvectors, self.config.curvature
+        if k >= host.numel:
+            raise ConfigError(
+                f"num_eigenvectors={k}: must be < {host.numel}, the number of trainable parameters; lower it"
+            )
+        if curvature.hvp == "exact" and host.exact_refusal is not None:
+            raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
+        self._host, self._source = host, source
+        fused = self._fused_for(host)
+        self._base_state = defaultdict(dict)
+        self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
+        self._relink = True
+
+    def _bind_default(self) -> Host:
+        if [id(p) for p in iter_params(self.param_groups)] != self._original:
+            raise RuntimeError(
+                "the parameters were replaced after the optimizer was built and no engine was found; call "
+                "dho2_ds.attach(engine) after deepspeed.initialize(...)"
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{dist.get_world_size()} ranks and no model attached; call "
+                "dho2_ds.attach(model, optimizer, loss_fn=..., data=...) before the first step"
+            )
+        groups = [group["params"] for group in self.param_groups]
+        host = ReplicatedHost("one process", nn.Module(), groups, groups, None)
+        self.bind(host, source=_no_source)
+        self._source = None
+        return host
+
+    def _fused_for(self, host: Host) -> bool:
+        if self.config.fused is not None:
+            return self.config.fused
+        return all(s.param.is_floating_point() and s.param.device.type in ("cpu", "cuda") for s in host.shards)
+
+    def _check_params(self) -> None:
+        trainable = [p for p in iter_params(self.param_groups) if p.requires_grad]
+        if not trainable:
+            raise ConfigError("params: must hold a parameter with requires_grad=True; unfreeze one")
+        for p in trainable:
+            if p.is_complex():
+                raise ConfigError(f"params: a parameter has dtype {p.dtype}: must be real; use torch.view_as_real")
+            if p.is_sparse or p.layout != torch.strided:
+                raise ConfigError(f"params: a parameter has layout {p.layout}: must be dense; call .to_dense()")
+        numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable)
+        if self.config.num_eigenvectors >= max(numel, 1):
+            raise ConfigError(
+                f"num_eigenvectors={self.config.num_eigenvectors}: must be < {numel}, the number of trainable "
+                "parameters; lower it"
+            )
+
+    def _is_initialising_step(self) -> bool:
+        """A first step with all-zero gradients before any model is known only asks for state to be created.
+
+        DeepSpeed's low-precision stage 0 wrapper and torch.distributed.checkpoint do this; taking it for a training
+        step would decay weights and shift bias correction.
+        """
+        if self._step or any(len(s) for s in self.state.values()):
+            return False
+        params = [p for p in iter_params(self.param_groups) if p.grad is not None]
+        if not params or any(bool(p.grad.any()) for p in params if p.grad is not None):
+            return False
+        for p in params:
+            init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
+        return True
+
+    def _link_state(self) -> None:
+        """Let the base optimizer work on the state dictionaries that ``state_dict`` sees.
+
+        On replicated hosts a rank owns a slice of a parameter; state loaded for the whole parameter is cut here.
+        """
+        assert self._host is not None
+        for shard, (key, start, stop) in zip(self._host.shards, self._host.state_keys(), strict=True):
+            mine = self.state[key]
+            if self._relink:
+                for name, value in mine.items():
+                    if isinstance(value, Tensor) and value.dim() and value.numel() != stop - start:
+                        if value.shape != key.shape:
+                            raise ValueError(
+                                f"state {name!r} has shape {tuple(value.shape)}: must be {tuple(key.shape)} (whole) or "
+                                f"({stop - start},) (this rank's slice); load the checkpoint of this rank and world size"
+                            )
+                        mine[name] = flat_like(value, key)[start:stop].clone()
+            if self._relink or not mine:
+                init_state(
+                    self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum
+                )
+            self._base_state[shard.param] = mine
+        self._relink = False
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    def _plain_step(self) -> None:
+        """torch's own optimizer on whatever params are visible now (ZeRO shows one group at a time)."""
+        if self._plain is None:
+            empty = [{"params": [torch.zeros(0)]}]
+            self._plain = torch_optimizer(self.config.base, empty, self.param_groups[0], self.config.fused)
+        self._plain.param_groups = [{**self._plain.defaults, **group} for group in self.param_groups]
+        self._plain.state = self.state
+        self._plain.step()
+
+    def _hybrid_step(self, host: Host) -> None:
+        groups = host.collect(self.param_groups)
+        self._link_state()
+        if groups is None:
+            return
+        base = self._base
+        assert base is not None
+        self._groups = groups
+        for shard in host.shards:
+            if shard.param.grad is not None and shard.param.grad.is_sparse:
+                raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
+        if not self._announced:
+            self._announce(host)
+        basis = self._active_basis()
+        self._lr_scale = (
+            basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale) if basis is not None else 1.0
+        )
+        if basis is None:
+            base.step(groups, 1.0)
+        elif self.config.rule == "fosi":
+            self._fosi_step(host, base, groups, basis)
+        else:
+            self._adaptive_step(host, base, groups, basis)
+        host.publish()
+        self._step += 1
+        for group in groups:
+            group[_STEP_KEY] = self._step
+        self._schedule()
+
+    def _adaptive_step(self, host: Host, base: BaseOptimizer, groups: list[dict[str, Any]], basis: Eigenbasis) -> None:
+        lr, alpha, s = self._largest_lr(groups), self._alpha(groups), self._lr_scale
+        base.step(groups, s)
+        if self.config.newton_lr == 0.0 and s == 1.0:
+            return  # the span moves as the base moves it: nothing to correct
+        sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=1))
+        c = sums[:-1]
+        self._captured = c.square().sum() / sums[-1].clamp_min(1e-300)
+        if self.config.newton_lr == 0.0:
+            a = c * (lr * (s - 1.0))
+        else:
+            a = rules.adaptive_coefficients(basis, c, lr=lr, lr_scale=s, alpha=alpha)
+        rules.add_rooted(basis, base.chunks(groups, moving_only=True), a)
+
+    def _fosi_step(self, host: Host, base: BaseOptimizer, groups: list[dict[str, Any]], basis: Eigenbasis) -> None:
+        lr, alpha, s = self._largest_lr(groups), self._alpha(groups), self._lr_scale
+        ema = self.config.base != "sgd"
+        momentum = float(groups[0]["betas"][0] if ema else groups[0]["momentum"])
+        if self._velocity is None:
+            self._velocity = rules.FosiVelocity(basis.k, basis.vectors.device)
+        grads = [shard.param.grad for shard in host.shards]
+        sums = host.reducer.sum_(rules.project_gradient(basis, host.shards, grads))
+        self._captured = sums[:-1].square().sum() / sums[-1].clamp_min(1e-300)
+        velocity = self._velocity.update(sums[:-1], momentum=momentum, ema=ema)
+        # The base optimizer sees the complement gradient; the user's own gradient tensors are not written to.
+        for shard, grad in zip(host.shards, grads, strict=True):
+            shard.param.grad = None if grad is None else rules.complement(basis, shard, grad, sums[:-1])
+        base.step(groups, s)
+        step = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=2))[:-1].mul_(lr)
+        a = rules.fosi_coefficients(basis, velocity, step, lr_scale=s, alpha=alpha)
+        rules.add_plain(basis, base.chunks(groups, moving_only=True), a)
+        for shard, grad in zip(host.shards, grads, strict=True):
+            shard.param.grad = grad
+
+    def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
+        return max(float(group["lr"]) for group in groups)
+
+    def _alpha(self, groups: list[dict[str, Any]]) -> float:
+        """newton_lr times lr_t / lr_0: the Newton step follows the schedule."""
+        lr = self._largest_lr(groups)
+        if self._reference_lr == 0.0:
+            self._reference_lr = lr
+        return self.config.newton_lr * (lr / self._reference_lr if self._reference_lr else 1.0)
+
+    def _active_basis(self) -> Eigenbasis | None:
+        """The basis to use, or None before the first and after ``max_age``."""
+        limit = self.config.curvature.max_age
+        if self._basis is None or limit is None or self._step - self._basis.born < limit:
+            self._expired = False
+            return self._basis
+        if not self._expired and self._is_main():
+            logger.warning(
+                "step %d: the eigenbasis is older than curvature.max_age=%d steps; the base optimizer goes on alone "
+                "until the next accepted refresh",
+                self._step,
+                limit,
+            )
+        self._expired = True
+        return None
+
+    def _schedule(self) -> None:
+        curvature = self.config.curvature
+        first = max(1, curvature.warmup_steps)
+        if self._due_since is not None and self._step > self._due_since + 1:
+            raise RuntimeError(
+                f"a curvature refresh has been due since step {self._due_since}, but no training forward of the "
+                "attached model was seen (it must be in train() mode with gradients enabled, and be called itself, "
+                "not its inner module); attach the module that the training loop calls"
+            )
+        if self._step >= first and (self._step - first) % curvature.interval == 0:
+            if self._source is None:
+                raise RuntimeError(
+                    f"step {self._step}: the first curvature refresh is due and no loss is known; call "
+                    "dho2_ds.attach(model, optimizer) if the model returns its loss, else "
+                    "dho2_ds.attach(model, optimizer, loss_fn=..., data=...)"
+                )
+            self._due_since = self._step
+
+    # -- refreshing ---------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Refresh:
+        """Recompute the eigenbasis now, at the current weights, from the attached source. Collective.
+
+        Called by the hook that :func:`dho2_ds.attach` installs when a refresh is due. Costs at most
+        ``curvature.lanczos_steps`` Hessian-vector products (two gradients each).
+
+        Returns:
+            What was done. A rejected refresh leaves the previous basis in place.
+        """
+        host, base, source = self._host, self._base, self._source
+        if host is None or base is None or source is None:
+            raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
+        self._due_since = None
+        age = self._step - self._basis.born if self._basis is not None else None
+        self._link_state()
+        if self._finite_difference is None:
+            self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
+        groups, k = self._groups, self.config.num_eigenvectors
+        adaptive = self.config.rule == "adaptive"
+        lr = self._largest_lr(groups)
+        with torch.no_grad():
+            hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
+            for chunk in base.chunks(groups):
+                direction = chunk.direction()
+                hint[chunk.start : chunk.stop] = chunk.root(direction) if adaptive else direction
+            _, found, report = refresh(
+                host,
+                source(),
+                (lambda x: base.root_(groups, x)) if adaptive else (lambda x: x),
+                k=k,
+                budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
+                route=self.route,
+                finite_difference=self._finite_difference,
+                growth_guess=float(self._basis.eigenvalues.abs().max()) if self._basis is not None else 2.0 / (lr or 1),
+                hint=hint,
+                old=self._basis,
+                dtype=base.dtype,
+                device=base.device,
+                born=self._step,
+            )
+            del hint
+            if found is not None:
+                self._install(found)
+        self._totals["refreshes" if report.accepted else "rejected"] += 1
+        self._totals["hvps"] += report.hvps
+        if report.accepted or self._last is None:
+            self._last = report
+        else:  # keep what belongs to the basis in use
+            self._last = Refresh(**{**report.__dict__, "residuals": self._last.residuals})
+        self._tell(host, report, age)
+        return report
+
+    def _install(self, found: Eigenbasis) -> None:
+        """Copy a new basis into the persistent rows; map FOSI's velocity into it."""
+        assert self._host is not None
+        old = self._basis
+        if self.config.rule == "fosi" and old is not None and self._velocity is not None:
+            overlap = found.vectors @ old.vectors.to(found.vectors.dtype).T
+            self._velocity.rotate(self._host.reducer.sum_(overlap.double()))
+        elif self._velocity is not None:
+            self._velocity = None
+        dtype = getattr(torch, self.config.curvature.eigenvector_dtype)
+        if found.vectors.dtype == torch.float64 and dtype == torch.float32:
+            dtype = torch.float64
+        rows = max(self.config.num_eigenvectors, found.k)
+        if self._storage is None or self._storage.shape != (rows, found.vectors.shape[1]):
+            self._storage = torch.empty((rows, found.vectors.shape[1]), dtype=dtype, device=found.vectors.device)
+        self._storage[: found.k].copy_(found.vectors)
+        self._basis = Eigenbasis(self._storage[: found.k], found.eigenvalues, found.next_eigenvalue, found.born)
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def _is_main(self) -> bool:
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def _announce(self, host: Host) -> None:
+        """The one summary line at the first step."""
+        self._announced = True
+        if not self._is_main():
+            return
+        config, k = self.config, self.config.num_eigenvectors
+        item = 2 if config.curvature.eigenvector_dtype == "bfloat16" else 4
+        steps = config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel)
+        why = {
+            "auto": "auto: works at every stage with the memory of a training step",
+            "finite_difference": "as configured",
+            "exact": "as configured",
+        }[config.curvature.hvp]
+        logger.info(
+            "%s on %s, %d rank(s): %s parameters, k=%d, rule %s on %s; per rank %s eigenbasis, %s during a refresh; "
+            "HVPs by %s (%s); curvature %s every %d steps from step %d",
+            type(self).__name__,
+            host.name,
+            host.reducer.world_size,
+            f"{host.numel:,}",
+            k,
+            config.rule,
+            config.base,
+            human_bytes(k * item * host.layout.numel),
+            human_bytes((steps + 5) * 4 * host.layout.numel),
+            self.route,
+            why,
+            config.curvature.mode,
+            config.curvature.interval,
+            max(1, config.curvature.warmup_steps),
+        )
+
+    def _tell(self, host: Host, report: Refresh, age: int | None) -> None:
+        scale = self._lr_scale
+        if self._basis is not None:
+            scale = self._basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale)
+        if self._is_main():
+            line = refresh_line(self._step, report, scale, age)
+            logger.info(line) if report.accepted else logger.warning(line)
+        engine = getattr(host, "engine", None)
+        if engine is not None:
+            write_events(engine, self._step, self.curvature_stats(), report.seconds)
+
+
+def _no_source() -> Sequence[Loss]:
+    raise AssertionError("no source")
+
+
+def _allow_under_deepspeed(cls: type) -> None:
+    """Add the class to DeepSpeed's list of optimizers known to work under ZeRO, if DeepSpeed is loaded."""
+    import sys
+
+    utils = sys.modules.get("deepspeed.runtime.zero.utils")
+    supported = getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if isinstance(supported, list) and cls not in supported:
+        supported.append(cls)
+
+
+def _watch_for_engine(optimizer: DHO2) -> None:
+    """Find the DeepSpeed engine that was built around ``optimizer`` at its first forward, and attach to it.
+
+    A global forward pre-hook is the one public place where the engine passes by; it removes itself at the first match,
+    when the optimizer is attached otherwise, or when the optimizer is gone.
+    """
+    reference = weakref.ref(optimizer)
+
+    def hook(module: nn.Module, args: Any) -> None:
+        owner = reference()
+        if owner is None or owner._host is not None or owner._step:
+            handle.remove()
+        elif module.__dict__.get("basic_optimizer") is owner:
+            handle.remove()
+            from dho2_ds.attaching import attach
+
+            attach(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def as_dho2(optimizer: object) -> DHO2:
+    """Check that an object is a DHO2 optimizer, looking through DeepSpeed's and Accelerate's wrappers."""
+    candidate: Any = optimizer
+    for _ in range(4):
+        if isinstance(candidate, DHO2):
+            return candidate
+        candidate = getattr(candidate, "basic_optimizer", None) or getattr(candidate, "optimizer", None)
+    raise TypeError(f"optimizer={type(optimizer).__name__}: must be a DHO2 optimizer; build dho2_ds.DHO2(...)")
+
+
+def trainable(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """All trainable tensors of param groups, in order."""
+    return [p for p in iter_params(cast("Sequence[dict[str, object]]", list(groups))) if p.requires_grad]

@@ -1,0 +1,133 @@
+"""The two update rules, as maths on the rank's chunks. Nothing here communicates.
+
+``adaptive``: FOSI in the coordinates where the base optimizer is plain momentum. With u = P^(1/2) m, c = Q u and
+(Q, lambda) the leading eigenpairs of P^(1/2) H P^(1/2),
+
+    dw = -lr s P^(1/2) u + P^(1/2) Q^T [ (lr s - alpha / |lambda|) c ].
+
+The first term is the base optimizer's own step with its lr multiplied by s; only the second is added here.
+
+``fosi``: the paper's rule (arXiv 2302.08484), in the plain coordinates, for any base optimizer.
+
+Cost of either: two passes over Q per step. Scratch: one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dho2_ds.base import Chunk
+from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.shards import Shard, chunk_size, flat_like, flat_view
+
+
+def project(basis: Eigenbasis, chunks: Iterable[Chunk], *, roots: int) -> Tensor:
+    """Local part of ``Q u`` and ``||u||^2`` for the base optimizer's direction.
+
+    Args:
+        basis: k local rows.
+        chunks: the rank's chunks after the base step.
+        roots: 1 for ``adaptive`` (u = P^(1/2) m), 2 for ``fosi`` (u = P m, the base step without its lr).
+
+    Returns:
+        (k + 1,) float64 on the basis' device: k coefficients, then the squared norm. Sum it over the ranks.
+    """
+    rows = basis.vectors
+    total = torch.zeros(basis.k + 1, dtype=torch.float64, device=rows.device)
+    for chunk in chunks:
+        u = chunk.direction()
+        for _ in range(roots):
+            u = chunk.root(u)
+        part = _rows(rows, chunk, u.dtype)
+        total[:-1] += part @ u
+        total[-1] += torch.dot(u, u)
+    return total
+
+
+def adaptive_coefficients(basis: Eigenbasis, c: Tensor, *, lr: float, lr_scale: float, alpha: float) -> Tensor:
+    """``(lr s - alpha / |lambda|) c``, (k,) float64 on the device of c."""
+    return c * (lr * lr_scale - alpha / basis.magnitudes().to(c.device))
+
+
+def add_rooted(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:
+    """``w += P^(1/2) Q^T a`` for a of shape (k,)."""
+    for chunk in chunks:
+        chunk.add_to_weights(chunk.root(_combine(basis, chunk, coefficients)))
+
+
+def add_plain(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:
+    """``w += Q^T a`` for a of shape (k,)."""
+    for chunk in chunks:
+        chunk.add_to_weights(_combine(basis, chunk, coefficients))
+
+
+class FosiVelocity:
+    """FOSI's velocity, kept as k coefficients because it lives in span(Q).
+
+    EMA for Adam and AdamW: ``vel = b vel + (1 - b) g1``; heavy-ball for SGD: ``vel = b vel + g1``; g1 = Q^T Q g.
+    """
+
+    def __init__(self, k: int, device: torch.device) -> None:
+        self.coefficients = torch.zeros(k, dtype=torch.float64, device=device)
+
+    def update(self, captured: Tensor, *, momentum: float, ema: bool) -> Tensor:
+        """Advance by the captured gradient ``Q g`` (k,), reduced; returns the new coefficients."""
+        self.coefficients.mul_(momentum).add_(captured, alpha=1.0 - momentum if ema else 1.0)
+        return self.coefficients
+
+    def rotate(self, overlap: Tensor) -> None:
+        """Carry the velocity into a new basis: ``overlap = Q_new Q_old^T``, (k_new, k_old), reduced."""
+        self.coefficients = overlap.to(self.coefficients) @ self.coefficients
+
+
+def fosi_coefficients(
+    basis: Eigenbasis, velocity: Tensor, captured_step: Tensor, *, lr_scale: float, alpha: float
+) -> Tensor:
+    """``s Q d - alpha (Q vel) / |lambda|``, (k,): what to add back after the base step ``-s d``.
+
+    ``captured_step`` is ``Q d`` with d the unscaled base update of the complement gradient, lr included, so that
+    ``-s d + Q^T(...)`` equals ``-s (d - Q^T Q d) - alpha Q^T((Q vel)/|lambda|)``.
+    """
+    return lr_scale * captured_step - alpha * velocity / basis.magnitudes().to(velocity.device)
+
+
+def _rows(vectors: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The basis' columns of one chunk in working precision (converted chunk by chunk, so they stay in cache)."""
+    return vectors[:, chunk.start : chunk.stop].to(dtype)
+
+
+def _combine(basis: Eigenbasis, chunk: Chunk, coefficients: Tensor) -> Tensor:
+    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
+    return _rows(basis.vectors, chunk, dtype).T @ coefficients.to(dtype)
+
+
+def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence[Tensor | None]) -> Tensor:
+    """Local part of ``Q g`` and ``||g||^2``, (k + 1,) float64; shards without a gradient count as zero."""
+    total = torch.zeros(basis.k + 1, dtype=torch.float64, device=basis.vectors.device)
+    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
+    for shard, grad in zip(shards, grads, strict=True):
+        if grad is None:
+            continue
+        flat = flat_like(grad, shard.param)
+        for start in range(0, shard.numel, chunk_size(flat.device)):
+            part = flat[start : start + chunk_size(flat.device)].to(dtype)
+            at = shard.offset + start
+            total[:-1] += basis.vectors[:, at : at + part.numel()].to(dtype) @ part
+            total[-1] += torch.dot(part, part)
+    return total
+
+
+def complement(basis: Eigenbasis, shard: Shard, grad: Tensor, captured: Tensor) -> Tensor:
+    """``g - Q^T (Q g)`` for one shard, shaped and laid out like the parameter; ``captured`` is the reduced ``Q g``."""
+    result = torch.empty_like(shard.param, dtype=grad.dtype).copy_(grad)
+    flat = flat_view(result)
+    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
+    weights = captured.to(dtype)
+    for start in range(0, shard.numel, chunk_size(flat.device)):
+        part = flat[start : start + chunk_size(flat.device)]
+        at = shard.offset + start
+        part.sub_(basis.vectors[:, at : at + part.numel()].to(dtype).T @ weights)
+    return result

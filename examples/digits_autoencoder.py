@@ -1,0 +1,37 @@
+"""Deep autoencoder on handwritten digits: the classic ill-conditioned problem of second-order optimization.
+
+deepspeed --num_gpus 2 examples/digits_autoencoder.py --deepspeed_config configs/zero2.json
+torchrun --nproc_per_node 2 examples/digits_autoencoder.py --deepspeed_config configs/zero3.json
+torchrun --nproc_per_node 2 examples/digits_autoencoder.py --ddp
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from _common import digits, parse_args, start, train
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+
+class DigitsAutoencoder(nn.Module):
+    """64-128-64-32-8-32-64-128-64 sigmoid autoencoder with a linear code. `forward` returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [64, 128, 64, 32, 8, 32, 64, 128, 64]
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.Identity() if outputs == min(widths) else nn.Sigmoid()]
+        self.layers = nn.Sequential(*layers[:-1])  # the last layer gives logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Binary cross-entropy in nats per image: summed over the pixels, averaged over the batch."""
+        logits = self.layers(images.to(self.layers[0].weight.dtype))
+        return binary_cross_entropy_with_logits(logits.float(), images.float(), reduction="sum") / len(images)
+
+
+if __name__ == "__main__":
+    args = parse_args(__doc__)
+    rank, world, device = start(args.seed, args.local_rank)
+    train(DigitsAutoencoder().to(device), digits().to(device), args, rank, world)
