@@ -262,11 +262,15 @@ class DHO2(torch.optim.Optimizer):
         On replicated hosts a rank owns a slice of a parameter; state loaded for the whole parameter is cut here.
         """
         assert self._host is not None
+        if self._relink:
+            owned = {id(key) for key, _, _ in self._host.state_keys()}
+            for key in [key for key in self.state if id(key) not in owned]:
+                del self.state[key]  # another rank's share
         for shard, (key, start, stop) in zip(self._host.shards, self._host.state_keys(), strict=True):
             mine = self.state[key]
             if self._relink:
                 for name, value in mine.items():
-                    if isinstance(value, Tensor) and value.dim() and value.numel() != stop - start:
+                    if isinstance(value, Tensor) and value.dim() and value.shape != shard.param.shape:
                         if value.shape != key.shape:
                             raise ValueError(
                                 f"state {name!r} has shape {tuple(value.shape)}: must be {tuple(key.shape)} (whole) or "

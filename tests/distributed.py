@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -43,9 +44,10 @@ class WorkersFailed(RuntimeError):
 
 def silence_shm_op() -> None:
     """Keep DeepSpeed from compiling its shared-memory op at start, which takes minutes; call it in the worker first."""
-    import deepspeed.comm.torch
+    import deepspeed  # noqa: F401  (loads the module below)
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # By name: the attribute `deepspeed.comm.torch` is torch itself, star-imported over the submodule.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def run_ranks(

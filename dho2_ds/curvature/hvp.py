@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dho2_ds.curvature.lanczos import LanczosError, Reduce
+from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Reduce
 
 Accumulate = Callable[[Tensor | None, float, Tensor], None]
 """``accumulate(direction, eps, out)``: add the local share of the gradient at ``w + eps * direction`` (mean over all
@@ -53,6 +53,7 @@ class FiniteDifference:
 
     tau: float
     bounds: tuple[float, float]
+    tolerance: float = CONVERGED
     gradient_norm: float = 0.0
     growth: float = 0.0
     hvps: int = 0
@@ -61,7 +62,9 @@ class FiniteDifference:
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> FiniteDifference:
         """The operator state for a model that computes in ``dtype``."""
-        return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype])
+        # In 16 bits products carry an error of per cents: iterating to a smaller residual would fit noise.
+        tolerance = CONVERGED if torch.finfo(dtype).bits >= 32 else 1e-2
+        return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype], tolerance=tolerance)
 
     def bind(self, accumulate: Accumulate, root: Root, reduce: Reduce) -> BoundFiniteDifference:
         """An operator for one refresh."""

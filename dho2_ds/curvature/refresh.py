@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference, Root
-from dho2_ds.curvature.lanczos import LanczosError, Reduce, Ritz, lanczos
+from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Reduce, Ritz, lanczos
 from dho2_ds.hosts.base import Host, Loss
 
 UNCONVERGED = 0.3
@@ -163,7 +163,15 @@ def refresh(
             steps = budget if exact is not None else budget - finite_difference.hvps
             steps = max(1, min(steps, host.numel))
             transient += steps * numel * torch.finfo(dtype).bits // 8
-            ritz = lanczos(exact or finite, reduce, start, steps, wanted=min(k + 1, host.numel), first_product=first)
+            ritz = lanczos(
+                exact or finite,
+                reduce,
+                start,
+                steps,
+                wanted=min(k + 1, host.numel),
+                first_product=first,
+                tolerance=CONVERGED if exact is not None else finite_difference.tolerance,
+            )
             del start, first
             kept = _select(ritz, k, all_pairs)
             leading = ritz.vectors_(max(len(kept), 1) if kept == list(range(len(kept))) else kept[-1] + 1)
