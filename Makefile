@@ -2,7 +2,7 @@
 #   make demo      train the example on two processes and draw the result (ARGS='--steps 200' adds options)
 #   make test      lint, types and the quick tests;  make test-all adds the slow ones (ARGS='-k name' adds pytest options)
 #   make lint      lint and types;  make format  applies the formatter
-#   make bench     the benchmarks
+#   make bench     the benchmarks in examples/benchmarks, one after the other
 #   make clean     removes everything that the targets above made
 # PYTHON=/path/to/python3 chooses the interpreter of a new .venv.
 
@@ -73,7 +73,8 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format
 
 bench: $(STAMP)
-	@$(ACCELERATOR); $(PY) -m benchmarks $(ARGS)
+	@$(ACCELERATOR); set -e; for script in examples/benchmarks/[!_]*.py; do \
+		echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
 clean:
 	rm -rf $(VENV) .venv.lock .torch_extensions .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

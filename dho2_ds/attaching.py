@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dho2_ds.hosts.base import Loss
 from dho2_ds.hosts.detect import is_engine, make_host
-from dho2_ds.optimizer import DHO2, as_dho2
+from dho2_ds.optimizer import DHO2
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> scalar``: the mean training loss of one batch, computed by calling ``model``."""
@@ -52,13 +52,23 @@ def attach(
         raise TypeError("data: must come with loss_fn; pass loss_fn=lambda model, batch: ...")
     if owner.config.num_eigenvectors == 0:
         return
-    previous = getattr(owner, "_hook", None)
-    if previous is not None:
-        previous.remove()
     source = LossSource(loss_fn, data, owner.config.curvature.batches)
     owner.bind(make_host(model, owner.param_groups), source.losses)
-    hook = _RefreshHook(owner, source)
-    owner._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
+
+
+def as_dho2(optimizer: object) -> DHO2:
+    """Look through DeepSpeed's and Accelerate's wrappers.
+
+    Raises:
+        TypeError: there is no DHO2 optimizer inside.
+    """
+    candidate: Any = optimizer
+    for _ in range(4):
+        if isinstance(candidate, DHO2):
+            return candidate
+        candidate = getattr(candidate, "basic_optimizer", None) or getattr(candidate, "optimizer", None)
+    raise TypeError(f"optimizer={type(optimizer).__name__}: must be a DHO2 optimizer; build dho2_ds.DHO2(...)")
 
 
 class LossSource:

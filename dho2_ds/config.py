@@ -118,10 +118,7 @@ class CurvatureConfig(_Settings):
         "use null for the default",
     )
     warmup_steps: _Count = _setting(
-        100,
-        "Steps of the base optimizer before the first refresh.",
-        "an integer >= 0",
-        "use 0 to start with curvature",
+        100, "Steps of the base optimizer before the first refresh.", "an integer >= 0", "use 0 to start with curvature"
     )
     interval: _Positive = _setting(
         100,
@@ -194,10 +191,7 @@ class DHO2Config(_Settings):
         validate_default=True,
     )
     nesterov: _Bool = _setting(
-        False,
-        "Nesterov's form of momentum; `sgd` with momentum only.",
-        "true or false",
-        "write it without quotes",
+        False, "Nesterov's form of momentum; `sgd` with momentum only.", "true or false", "write it without quotes"
     )
     weight_decay: _NonNegative = _setting(
         None,
@@ -396,7 +390,7 @@ def _suggestion(path: tuple[str, ...]) -> str:
 def _look_up(values: Any, path: tuple[int | str, ...]) -> Any:
     """Find the value that the user wrote for a setting."""
     for part in path:
-        values = values.get(part) if isinstance(values, Mapping) else getattr(values, part, None)
+        values = values.get(part) if isinstance(values, Mapping) else getattr(values, str(part), None)
     return values
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dho2_ds.curvature.refresh import Refresh
+from dho2_ds.config import CurvatureConfig, DHO2Config
+from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps
 
 logger = logging.getLogger("dho2_ds")
 if not logger.handlers and not logging.getLogger().handlers:
@@ -24,6 +25,31 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def chosen_route(config: CurvatureConfig) -> tuple[str, str]:
+    """The route of Hessian-vector products and the reason for it; decided once, never switched later."""
+    if config.hvp == "auto":
+        return "finite_difference", "auto: works at every stage with the memory of a training step"
+    return config.hvp, "as configured"
+
+
+def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, local_numel: int) -> str:
+    """The one line at the first step: what trains where, and what it will cost per rank.
+
+    Args:
+        host: engine name. world_size: ranks that share. numel: parameters, global. local_numel: this rank's share.
+    """
+    k = config.num_eigenvectors
+    item = 2 if config.curvature.eigenvector_dtype == "bfloat16" else 4
+    steps = config.curvature.lanczos_steps or default_lanczos_steps(k, numel)
+    route, why = chosen_route(config.curvature)
+    return (
+        f"DHO2 on {host}, {world_size} rank(s): {numel:,} parameters, k={k}, rule {config.rule} on {config.base}; "
+        f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes((steps + 5) * 4 * local_numel)} "
+        f"during a refresh; HVPs by {route} ({why}); curvature {config.curvature.mode} every "
+        f"{config.curvature.interval} steps from step {max(1, config.curvature.warmup_steps)}"
+    )
 
 
 def refresh_line(step: int, report: Refresh, lr_scale: float, age: int | None) -> str:

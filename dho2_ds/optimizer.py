@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from dho2_ds import rules
 from dho2_ds.base import BaseOptimizer, init_state, torch_optimizer
 from dho2_ds.config import ConfigError, check_group_options, parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps, refresh
+from dho2_ds.curvature.schedule import Schedule
+from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import human_bytes, logger, refresh_line, write_events
+from dho2_ds.monitor import chosen_route, logger, refresh_line, summary_line, write_events
 from dho2_ds.shards import flat_like, iter_params
+from dho2_ds.update import AdaptiveUpdate, FosiUpdate, Rates
 
 _STEP_KEY = "dho2_step"
 _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
@@ -67,6 +69,7 @@ class DHO2(torch.optim.Optimizer):
             raise ConfigError("betas: must be equal in all param groups with rule='fosi'; its velocity is shared")
 
         self._host: Host | None = None
+        self._hook: RemovableHandle | None = None
         self._source: Callable[[], Sequence[Loss]] | None = None
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
@@ -76,11 +79,11 @@ class DHO2(torch.optim.Optimizer):
         self._plain: torch.optim.Optimizer | None = None
         self._groups: list[dict[str, Any]] = self.param_groups
         self._step = 0
-        self._due_since: int | None = None
+        self._schedule = Schedule(config.curvature.warmup_steps, config.curvature.interval)
         self._relink = True
         self._basis: Eigenbasis | None = None
         self._storage: Tensor | None = None
-        self._velocity: rules.FosiVelocity | None = None
+        self._update = self._new_update()
         self._finite_difference: FiniteDifference | None = None
         self._captured: Tensor | None = None
         self._lr_scale = 1.0
@@ -88,9 +91,9 @@ class DHO2(torch.optim.Optimizer):
         self._totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
         self._last: Refresh | None = None
         self._announced = False
-        _allow_under_deepspeed(type(self))
+        allow_under_deepspeed(type(self))
         if config.num_eigenvectors:
-            _watch_for_engine(self)
+            watch_for_engine(self)
 
     # -- public -------------------------------------------------------------------------------------------------
 
@@ -144,9 +147,7 @@ class DHO2(torch.optim.Optimizer):
             "last_refresh": None if last is None else ("accepted" if last.accepted else last.reason),
         }
 
-    def set_eigenbasis(
-        self, eigenvectors: Tensor, eigenvalues: Sequence[float], next_eigenvalue: float = 0.0
-    ) -> None:
+    def set_eigenbasis(self, eigenvectors: Tensor, eigenvalues: Sequence[float], next_eigenvalue: float = 0.0) -> None:
         """Install a given eigenbasis, as if a refresh had found it.
 
         Args:
@@ -166,26 +167,36 @@ class DHO2(torch.optim.Optimizer):
     @property
     def route(self) -> str:
         """The way Hessian-vector products are taken: ``finite_difference`` or ``exact``."""
-        return "exact" if self.config.curvature.hvp == "exact" else "finite_difference"
+        return chosen_route(self.config.curvature)[0]
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken."""
+        return self._step
+
+    @property
+    def attached(self) -> bool:
+        """True once an engine or a model is known."""
+        return self._host is not None
 
     @property
     def refresh_due(self) -> bool:
         """True when the next training forward of the attached model will refresh the curvature first."""
-        return self._due_since is not None
+        return self._schedule.due_since is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load base state (as torch does). The eigenbasis is not part of it: it is rebuilt at the next refresh."""
         super().load_state_dict(state_dict)
         self._step = int(self.param_groups[0].get(_STEP_KEY, self._step))
         self._relink = True
-        self._basis, self._velocity, self._lr_scale = None, None, 1.0
+        self._basis, self._update, self._lr_scale = None, self._new_update(), 1.0
         if self._base is not None:
             self._base.forget_steps()
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bind(self, host: Host, source: Callable[[], Sequence[Loss]]) -> None:
-        """Connect to an engine and a source of curvature losses; called by :func:`dho2_ds.attach`.
+    def bind(self, host: Host, source: Callable[[], Sequence[Loss]] | None) -> None:
+        """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
 
         Raises:
             ConfigError: a setting cannot work on this host.
@@ -203,6 +214,12 @@ class DHO2(torch.optim.Optimizer):
         self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
         self._relink = True
 
+    def hook(self, handle: RemovableHandle) -> None:
+        """Own the forward hook of the attached model; the previous one is removed."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = handle
+
     def _bind_default(self) -> Host:
         if [id(p) for p in iter_params(self.param_groups)] != self._original:
             raise RuntimeError(
@@ -216,8 +233,7 @@ class DHO2(torch.optim.Optimizer):
             )
         groups = [group["params"] for group in self.param_groups]
         host = ReplicatedHost("one process", nn.Module(), groups, groups, None)
-        self.bind(host, source=_no_source)
-        self._source = None
+        self.bind(host, source=None)
         return host
 
     def _fused_for(self, host: Host) -> bool:
@@ -274,7 +290,7 @@ class DHO2(torch.optim.Optimizer):
                         if value.shape != key.shape:
                             raise ValueError(
                                 f"state {name!r} has shape {tuple(value.shape)}: must be {tuple(key.shape)} (whole) or "
-                                f"({stop - start},) (this rank's slice); load the checkpoint of this rank and world size"
+                                f"({stop - start},) (this rank's slice); load this rank's checkpoint"
                             )
                         mine[name] = flat_like(value, key)[start:stop].clone()
             if self._relink or not mine:
@@ -307,56 +323,30 @@ class DHO2(torch.optim.Optimizer):
             if shard.param.grad is not None and shard.param.grad.is_sparse:
                 raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         if not self._announced:
-            self._announce(host)
+            self._announced = True
+            if self._is_main():
+                logger.info(
+                    summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel)
+                )
         basis = self._active_basis()
         self._lr_scale = (
             basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale) if basis is not None else 1.0
         )
         if basis is None:
             base.step(groups, 1.0)
-        elif self.config.rule == "fosi":
-            self._fosi_step(host, base, groups, basis)
         else:
-            self._adaptive_step(host, base, groups, basis)
+            newton = self.config.newton_lr > 0 or self.config.rule == "fosi"
+            rates = Rates(self._largest_lr(groups), self._lr_scale, self._alpha(groups), newton)
+            captured = self._update.step(host, base, groups, basis, rates)
+            self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
         for group in groups:
             group[_STEP_KEY] = self._step
-        self._schedule()
+        self._schedule.advance(self._step, has_source=self._source is not None)
 
-    def _adaptive_step(self, host: Host, base: BaseOptimizer, groups: list[dict[str, Any]], basis: Eigenbasis) -> None:
-        lr, alpha, s = self._largest_lr(groups), self._alpha(groups), self._lr_scale
-        base.step(groups, s)
-        if self.config.newton_lr == 0.0 and s == 1.0:
-            return  # the span moves as the base moves it: nothing to correct
-        sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=1))
-        c = sums[:-1]
-        self._captured = c.square().sum() / sums[-1].clamp_min(1e-300)
-        if self.config.newton_lr == 0.0:
-            a = c * (lr * (s - 1.0))
-        else:
-            a = rules.adaptive_coefficients(basis, c, lr=lr, lr_scale=s, alpha=alpha)
-        rules.add_rooted(basis, base.chunks(groups, moving_only=True), a)
-
-    def _fosi_step(self, host: Host, base: BaseOptimizer, groups: list[dict[str, Any]], basis: Eigenbasis) -> None:
-        lr, alpha, s = self._largest_lr(groups), self._alpha(groups), self._lr_scale
-        ema = self.config.base != "sgd"
-        momentum = float(groups[0]["betas"][0] if ema else groups[0]["momentum"])
-        if self._velocity is None:
-            self._velocity = rules.FosiVelocity(basis.k, basis.vectors.device)
-        grads = [shard.param.grad for shard in host.shards]
-        sums = host.reducer.sum_(rules.project_gradient(basis, host.shards, grads))
-        self._captured = sums[:-1].square().sum() / sums[-1].clamp_min(1e-300)
-        velocity = self._velocity.update(sums[:-1], momentum=momentum, ema=ema)
-        # The base optimizer sees the complement gradient; the user's own gradient tensors are not written to.
-        for shard, grad in zip(host.shards, grads, strict=True):
-            shard.param.grad = None if grad is None else rules.complement(basis, shard, grad, sums[:-1])
-        base.step(groups, s)
-        step = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=2))[:-1].mul_(lr)
-        a = rules.fosi_coefficients(basis, velocity, step, lr_scale=s, alpha=alpha)
-        rules.add_plain(basis, base.chunks(groups, moving_only=True), a)
-        for shard, grad in zip(host.shards, grads, strict=True):
-            shard.param.grad = grad
+    def _new_update(self) -> AdaptiveUpdate | FosiUpdate:
+        return AdaptiveUpdate() if self.config.rule == "adaptive" else FosiUpdate(ema=self.config.base != "sgd")
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)
@@ -384,24 +374,6 @@ class DHO2(torch.optim.Optimizer):
         self._expired = True
         return None
 
-    def _schedule(self) -> None:
-        curvature = self.config.curvature
-        first = max(1, curvature.warmup_steps)
-        if self._due_since is not None and self._step > self._due_since + 1:
-            raise RuntimeError(
-                f"a curvature refresh has been due since step {self._due_since}, but no training forward of the "
-                "attached model was seen (it must be in train() mode with gradients enabled, and be called itself, "
-                "not its inner module); attach the module that the training loop calls"
-            )
-        if self._step >= first and (self._step - first) % curvature.interval == 0:
-            if self._source is None:
-                raise RuntimeError(
-                    f"step {self._step}: the first curvature refresh is due and no loss is known; call "
-                    "dho2_ds.attach(model, optimizer) if the model returns its loss, else "
-                    "dho2_ds.attach(model, optimizer, loss_fn=..., data=...)"
-                )
-            self._due_since = self._step
-
     # -- refreshing ---------------------------------------------------------------------------------------------
 
     def refresh(self) -> Refresh:
@@ -416,23 +388,23 @@ class DHO2(torch.optim.Optimizer):
         host, base, source = self._host, self._base, self._source
         if host is None or base is None or source is None:
             raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
-        self._due_since = None
+        self._schedule.done()
         age = self._step - self._basis.born if self._basis is not None else None
         self._link_state()
         if self._finite_difference is None:
             self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
         groups, k = self._groups, self.config.num_eigenvectors
-        adaptive = self.config.rule == "adaptive"
+        rooted = self._update.roots > 0
         lr = self._largest_lr(groups)
         with torch.no_grad():
             hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
             for chunk in base.chunks(groups):
                 direction = chunk.direction()
-                hint[chunk.start : chunk.stop] = chunk.root(direction) if adaptive else direction
+                hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
             _, found, report = refresh(
                 host,
                 source(),
-                (lambda x: base.root_(groups, x)) if adaptive else (lambda x: x),
+                (lambda x: base.root_(groups, x)) if rooted else (lambda x: x),
                 k=k,
                 budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
                 route=self.route,
@@ -459,12 +431,7 @@ class DHO2(torch.optim.Optimizer):
     def _install(self, found: Eigenbasis) -> None:
         """Copy a new basis into the persistent rows; map FOSI's velocity into it."""
         assert self._host is not None
-        old = self._basis
-        if self.config.rule == "fosi" and old is not None and self._velocity is not None:
-            overlap = found.vectors @ old.vectors.to(found.vectors.dtype).T
-            self._velocity.rotate(self._host.reducer.sum_(overlap.double()))
-        elif self._velocity is not None:
-            self._velocity = None
+        self._update.rebase(self._host, self._basis, found)
         dtype = getattr(torch, self.config.curvature.eigenvector_dtype)
         if found.vectors.dtype == torch.float64 and dtype == torch.float32:
             dtype = torch.float64
@@ -479,38 +446,6 @@ class DHO2(torch.optim.Optimizer):
     def _is_main(self) -> bool:
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    def _announce(self, host: Host) -> None:
-        """The one summary line at the first step."""
-        self._announced = True
-        if not self._is_main():
-            return
-        config, k = self.config, self.config.num_eigenvectors
-        item = 2 if config.curvature.eigenvector_dtype == "bfloat16" else 4
-        steps = config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel)
-        why = {
-            "auto": "auto: works at every stage with the memory of a training step",
-            "finite_difference": "as configured",
-            "exact": "as configured",
-        }[config.curvature.hvp]
-        logger.info(
-            "%s on %s, %d rank(s): %s parameters, k=%d, rule %s on %s; per rank %s eigenbasis, %s during a refresh; "
-            "HVPs by %s (%s); curvature %s every %d steps from step %d",
-            type(self).__name__,
-            host.name,
-            host.reducer.world_size,
-            f"{host.numel:,}",
-            k,
-            config.rule,
-            config.base,
-            human_bytes(k * item * host.layout.numel),
-            human_bytes((steps + 5) * 4 * host.layout.numel),
-            self.route,
-            why,
-            config.curvature.mode,
-            config.curvature.interval,
-            max(1, config.curvature.warmup_steps),
-        )
-
     def _tell(self, host: Host, report: Refresh, age: int | None) -> None:
         scale = self._lr_scale
         if self._basis is not None:
@@ -521,53 +456,3 @@ class DHO2(torch.optim.Optimizer):
         engine = getattr(host, "engine", None)
         if engine is not None:
             write_events(engine, self._step, self.curvature_stats(), report.seconds)
-
-
-def _no_source() -> Sequence[Loss]:
-    raise AssertionError("no source")
-
-
-def _allow_under_deepspeed(cls: type) -> None:
-    """Add the class to DeepSpeed's list of optimizers known to work under ZeRO, if DeepSpeed is loaded."""
-    import sys
-
-    utils = sys.modules.get("deepspeed.runtime.zero.utils")
-    supported = getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(supported, list) and cls not in supported:
-        supported.append(cls)
-
-
-def _watch_for_engine(optimizer: DHO2) -> None:
-    """Find the DeepSpeed engine that was built around ``optimizer`` at its first forward, and attach to it.
-
-    A global forward pre-hook is the one public place where the engine passes by; it removes itself at the first match,
-    when the optimizer is attached otherwise, or when the optimizer is gone.
-    """
-    reference = weakref.ref(optimizer)
-
-    def hook(module: nn.Module, args: Any) -> None:
-        owner = reference()
-        if owner is None or owner._host is not None or owner._step:
-            handle.remove()
-        elif module.__dict__.get("basic_optimizer") is owner:
-            handle.remove()
-            from dho2_ds.attaching import attach
-
-            attach(module)
-
-    handle = nn.modules.module.register_module_forward_pre_hook(hook)
-
-
-def as_dho2(optimizer: object) -> DHO2:
-    """Check that an object is a DHO2 optimizer, looking through DeepSpeed's and Accelerate's wrappers."""
-    candidate: Any = optimizer
-    for _ in range(4):
-        if isinstance(candidate, DHO2):
-            return candidate
-        candidate = getattr(candidate, "basic_optimizer", None) or getattr(candidate, "optimizer", None)
-    raise TypeError(f"optimizer={type(optimizer).__name__}: must be a DHO2 optimizer; build dho2_ds.DHO2(...)")
-
-
-def trainable(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """All trainable tensors of param groups, in order."""
-    return [p for p in iter_params(cast("Sequence[dict[str, object]]", list(groups))) if p.requires_grad]

@@ -57,7 +57,7 @@ def flat_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of the local buffer that is worked on at once: pieces of one param group, together ``stop - start`` long."""
+    """A run of the local buffer worked on at once: pieces of one param group, together ``stop - start`` long."""
 
     start: int
     stop: int

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,7 +32,9 @@ def parse_args(description: str | None, steps: int = 300, batch_size: int | None
     """The command line of an example; `--local_rank` is what the `deepspeed` launcher adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="micro batch per rank, instead of the config's")
+    parser.add_argument(
+        "--batch-size", type=int, default=batch_size, help="micro batch per rank, instead of the config's"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=["dho2", "adamw"], default="dho2")
     parser.add_argument("--ddp", action="store_true", help="plain DDP; only the config's optimizer block is read")
@@ -53,7 +56,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def skip_shm_op() -> None:
     """On CPU, stop DeepSpeed from compiling its shared-memory all-reduce: minutes of work, a hang on a stale lock."""
-    if not torch.cuda.is_available():
+    if get_accelerator().device_name() == "cpu":
         backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
         backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
@@ -63,12 +66,12 @@ def start(seed: int, local_rank: int = 0) -> tuple[int, int, torch.device]:
     skip_shm_op()
     deepspeed.init_distributed(verbose=False)
     rank, world = dist.get_rank(), dist.get_world_size()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-    else:
+    get_accelerator().set_device(local_rank)
+    device = torch.device(get_accelerator().device_name(local_rank))
+    if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     torch.manual_seed(seed)
-    return rank, world, torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return rank, world, device
 
 
 def shards(data: Tensor, batch_size: int, rank: int, world: int, seed: int) -> Iterator[Tensor]:
@@ -104,7 +107,7 @@ def deepspeed_host(model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep,
 
     def train_step(batches: Iterator[Tensor]) -> Tensor:
         for _ in range(engine.gradient_accumulation_steps()):
-            loss = engine(next(batches))
+            loss: Tensor = engine(next(batches))
             engine.backward(loss)
             engine.step()
         return loss.detach()
@@ -125,7 +128,7 @@ def ddp_host(model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep, torch
 
     def train_step(batches: Iterator[Tensor]) -> Tensor:
         optimizer.zero_grad()
-        loss = model(next(batches))
+        loss: Tensor = model(next(batches))
         loss.backward()
         optimizer.step()
         return loss.detach()

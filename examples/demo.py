@@ -45,6 +45,7 @@ class Point:
     seconds: float
     hvps: int
     refreshes: int
+    basis_step: int
     eigenvalues: list[float]
     base_bytes: int
     basis_bytes: int
@@ -63,6 +64,10 @@ class Run:
     name: str
     config: dict[str, Any]
     points: list[Point] = field(default_factory=list)
+
+    @property
+    def lr(self) -> float:
+        return float(self.config["optimizer"]["params"]["lr"])
 
     @property
     def final(self) -> Point:
@@ -93,7 +98,8 @@ def plan(args: argparse.Namespace) -> list[Run]:
     for factor in LR_FACTORS:
         config = copy.deepcopy(adamw)
         config["optimizer"]["params"]["lr"] *= factor
-        runs.append(Run(f"AdamW lr {config['optimizer']['params']['lr']:.2g}", config))
+        runs.append(Run("AdamW", config))
+        runs[-1].name += f" lr {runs[-1].lr:.2g}"
     runs.append(Run("DHO2", dho2))
     for run in runs:
         run.config["zero_optimization"]["stage"] = args.stage
@@ -154,6 +160,7 @@ def train_one(
                 "seconds": seconds,
                 "hvps": stats.get("hvps", 0),
                 "refreshes": stats.get("refreshes", 0),
+                "basis_step": step - (stats.get("age") or 0),
                 "eigenvalues": list(stats.get("eigenvalues", [])),
                 "base_bytes": sum(tensor.nbytes for tensor in state if isinstance(tensor, torch.Tensor)),
                 "basis_bytes": stats.get("bytes_basis", 0),
@@ -216,8 +223,8 @@ def table(adamw: Run, dho2: Run, args: argparse.Namespace) -> Table:
     reached = dho2.first_at(target)
     out = Table(title=f"Deep autoencoder, ZeRO-{args.stage}, {args.ranks} ranks", caption_justify="left")
     out.caption = (
-        f"AdamW: the best of {len(LR_FACTORS)} learning rates ({adamw.name.removeprefix('AdamW ')}). Loss: whole "
-        f"training set. A Hessian-vector product (HVP) counts as {GRADIENTS_PER_HVP} gradients. Memory: rank 0."
+        f"AdamW: best of {len(LR_FACTORS)} learning rates ({adamw.lr:.2g}); DHO2: {dho2.lr:.2g}. Loss: whole training "
+        f"set. A Hessian-vector product (HVP) counts as {GRADIENTS_PER_HVP} gradients. Memory: rank 0."
     )
     for header in ("", "AdamW", "DHO2", "AdamW / DHO2"):
         out.add_column(header, justify="left" if not header else "right", no_wrap=True)
@@ -232,9 +239,9 @@ def table(adamw: Run, dho2: Run, args: argparse.Namespace) -> Table:
         compare(f"loss at step {pair[0].step}", pair[0].loss, pair[1].loss, ".4f")
     out.add_section()
     first = adamw.first_at(target) or adamw.final
-    compare(f"steps to loss {target:.4f}", first.step, reached and reached.step, ",")
-    compare(f"seconds to loss {target:.4f}", first.seconds, reached and reached.seconds, ".2f")
-    compare(f"gradients to loss {target:.4f}", first.gradients, reached and reached.gradients, ",")
+    compare(f"steps to loss {target:.4f}", first.step, reached.step if reached else None, ",")
+    compare(f"seconds to loss {target:.4f}", first.seconds, reached.seconds if reached else None, ".2f")
+    compare(f"gradients to loss {target:.4f}", first.gradients, reached.gradients if reached else None, ",")
     out.add_section()
     compare("gradients in total", adamw.final.gradients, dho2.final.gradients, ",")
     compare("seconds in total", adamw.final.seconds, dho2.final.seconds, ".2f")
@@ -256,44 +263,60 @@ def plot(adamw: Run, others: list[Run], dho2: Run, output: Path) -> None:
 
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True})
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), dpi=130, layout="constrained")
-    target, reached = adamw.final.loss, dho2.first_at(adamw.final.loss)
+    blue, red = "#3b6ea8", "#d1495b"
 
     def curve(run: Run, **style: Any) -> None:
         left.plot([point.step for point in run.points], [point.loss for point in run.points], **style)
 
     for run in others:
         curve(run, color="0.75", lw=1.2, label="AdamW, other learning rates" if run is others[0] else None)
-    curve(adamw, color="#3b6ea8", lw=2.2, label=f"{adamw.name} (best of {len(LR_FACTORS)})")
-    curve(dho2, color="#d1495b", lw=2.2, label="DHO2")
-    left.axhline(target, color="#3b6ea8", ls="--", lw=1)
-    left.annotate(f"AdamW's final loss {target:.3g}", (0, target), (4, -13), textcoords="offset points", fontsize=10)
+    curve(adamw, color=blue, lw=2.2, label=f"{adamw.name} (best of {len(LR_FACTORS)})")
+    curve(dho2, color=red, lw=2.2, label="DHO2")
+    target, reached = adamw.final.loss, dho2.first_at(adamw.final.loss)
+    left.axhline(target, color=blue, ls="--", lw=1.2, label=f"AdamW's final loss, {target:.3g}")
     if reached is not None:
-        left.plot(reached.step, reached.loss, "o", color="#d1495b", ms=8)
-        label = f"DHO2 is there at step {reached.step} of {adamw.final.step}"
-        left.annotate(label, (reached.step, reached.loss), (-6, 14), textcoords="offset points", ha="left", fontsize=10)
-    left.set(yscale="log", xlabel="optimizer step", ylabel="training loss", title="Loss")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    left.yaxis.set_minor_formatter(NullFormatter())
-    left.legend(frameon=False)
+        left.plot(reached.step, reached.loss, "o", color=red, ms=9, mec="white", mew=1.5, zorder=5)
+        text = f"step {reached.step} of {adamw.final.step}"
+        arrow = {"arrowstyle": "-", "color": red, "shrinkB": 6}
+        place = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "arrowprops": arrow,
+            "bbox": {"fc": "white", "ec": "none", "pad": 2},
+        }
+        left.annotate(text, (reached.step, reached.loss), (18, 62), color=red, weight="bold", **place)
+    left.set(xlabel="optimizer step", ylabel="training loss", title="Loss")
+    left.legend(frameon=False, loc="upper right")
 
-    spectra = [(point.step, point.eigenvalues) for point in refreshed(dho2)]
-    for index in range(max((len(values) for _, values in spectra), default=0)):
-        rows = [(step, abs(values[index])) for step, values in spectra if index < len(values)]
-        colour = plt.get_cmap("viridis")(index / max(1, max(len(values) for _, values in spectra)))
-        label = f"|λ{index + 1}|" if index in (0, len(spectra[0][1]) - 1) else None
-        right.plot(*zip(*rows, strict=True), "o-", color=colour, ms=4, lw=1.6, label=label)
-    right.set(yscale="log", xlabel="optimizer step", ylabel="|eigenvalue|", title="Leading Hessian eigenvalues")
-    if spectra:
+    refreshes = refreshed(dho2)
+    count = max((len(point.eigenvalues) for point in refreshes), default=0)
+    for index in range(count):
+        found = [point for point in refreshes if index < len(point.eigenvalues)]
+        right.plot(
+            [point.basis_step for point in found],
+            [abs(point.eigenvalues[index]) for point in found],
+            "o-",
+            color=plt.get_cmap("viridis")(0.9 * index / count),
+            ms=4.5,
+            lw=1.6,
+            label=f"|λ{index + 1}|" if index in (0, count - 1) else None,
+        )
+    right.set(xlabel="optimizer step", ylabel="|eigenvalue|", xlim=left.get_xlim())
+    right.set_title("Leading eigenvalues of the preconditioned Hessian")
+    if refreshes:
         right.legend(frameon=False)
     for axes in (left, right):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
     figure.savefig(output)
 
 
 def refreshed(run: Run) -> list[Point]:
     """The evaluations right after a refresh of the eigenbasis."""
-    before = [0] + [point.refreshes for point in run.points]
+    before = [0, *(point.refreshes for point in run.points)]
     return [point for point, last in zip(run.points, before, strict=False) if point.refreshes > last]
 
 

@@ -11,24 +11,24 @@ from itertools import pairwise
 
 from _common import digits, parse_args, start, train
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import mse_loss
 
 
 class DigitsAutoencoder(nn.Module):
-    """64-128-64-32-8-32-64-128-64 sigmoid autoencoder with a linear code. `forward` returns the loss."""
+    """64-128-64-32-8-32-64-128-64 tanh autoencoder with a linear code. `forward` returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = [64, 128, 64, 32, 8, 32, 64, 128, 64]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.Identity() if outputs == min(widths) else nn.Sigmoid()]
-        self.layers = nn.Sequential(*layers[:-1])  # the last layer gives logits
+            layers += [nn.Linear(inputs, outputs), nn.Identity() if outputs == min(widths) else nn.Tanh()]
+        self.layers = nn.Sequential(*layers[:-1])  # the last layer is linear
 
     def forward(self, images: Tensor) -> Tensor:
-        """Binary cross-entropy in nats per image: summed over the pixels, averaged over the batch."""
-        logits = self.layers(images.to(self.layers[0].weight.dtype))
-        return binary_cross_entropy_with_logits(logits.float(), images.float(), reduction="sum") / len(images)
+        """Squared error: summed over the pixels, averaged over the batch."""
+        decoded = self.layers(images.to(self.layers[0].weight.dtype))
+        return mse_loss(decoded.float(), images, reduction="sum") / len(images)
 
 
 if __name__ == "__main__":

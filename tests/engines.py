@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.distributed import silence_shm_op
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dho2_ds
+from tests.distributed import silence_shm_op
 
 MICRO_BATCH = 96  # over all ranks
 ACCUMULATION = 2
@@ -52,7 +52,9 @@ class Classifier(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         sizes = [(6, 16), (6, 6), (10, 6)]
-        self.w = nn.ParameterList([0.8 * torch.randn(s, generator=generator, dtype=torch.float64).float() for s in sizes])
+        self.w = nn.ParameterList(
+            [0.8 * torch.randn(s, generator=generator, dtype=torch.float64).float() for s in sizes]
+        )
         self.b = nn.ParameterList(
             [0.3 * torch.randn(s[0], generator=generator, dtype=torch.float64).float() for s in sizes]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import WorkersFailed, run_ranks
+from tests.distributed import WorkersFailed, _raise_first_error, run_ranks
 
 
 def _sum(rank: int, world_size: int, offset: int) -> dict[str, object]:
@@ -73,6 +74,14 @@ def test_exception_of_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> N
     assert "rank 1" in str(caught.value.__cause__)
     assert "_fail_on_one" in str(caught.value.__cause__)
     assert _alive(tmp_path) == []
+
+
+def test_earliest_exception_wins(tmp_path: Path) -> None:
+    """Ranks that lose their peer fail too, and may be noticed first."""
+    for rank, (when, error) in enumerate([(2.0, RuntimeError("lost peer")), (1.0, ValueError("the reason"))]):
+        Path(tmp_path, f"{rank}.error").write_bytes(pickle.dumps((when, pickle.dumps(error), "traceback")))
+    with pytest.raises(ValueError, match="the reason"):
+        _raise_first_error(tmp_path, 3)
 
 
 def test_hang_is_a_failure_that_shows_where(tmp_path: Path) -> None:

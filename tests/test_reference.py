@@ -212,6 +212,7 @@ def test_fosi_sgd_on_a_quadratic() -> None:
             w = w - 2.0 * 0.01 * buf * ~lead - 0.2 * velocity / H.abs() * lead  # s = min(50 / 20, 2)
         reference.step([1.0])
         torch.testing.assert_close(torch.cat(params).detach(), w)
+        torch.testing.assert_close(reference.buf, buf)  # The step hides what the state holds inside the span.
     assert len(reference.refreshes) == 5
 
 
@@ -230,6 +231,8 @@ def test_fosi_adam_on_a_quadratic() -> None:
         w = w * (1 - 0.01 * 0.1) - 0.01 * direction * ~mine - 0.2 * velocity / H.abs() * mine  # s = 1 for Adam
         reference.step([1.0])
         torch.testing.assert_close(torch.cat(params).detach(), w)
+        torch.testing.assert_close(reference.exp_avg, m)  # The step hides what the state holds inside the span.
+        torch.testing.assert_close(reference.exp_avg_sq, v)
     assert reference.scale == 1.0
 
 

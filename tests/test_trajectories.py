@@ -130,10 +130,18 @@ def test_groups_with_different_learning_rates_match_reference() -> None:
         (2, "adaptive-adamw"),
         (2, "fosi-adamw"),
         pytest.param(4, "adaptive-adamw", marks=pytest.mark.timeout(400)),
-        *[pytest.param(w, r, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for w, r in [
-            (1, "fosi-adamw"), (4, "fosi-adamw"), (2, "adaptive-adam"), (2, "adaptive-sgd"), (4, "adaptive-sgd"),
-            (2, "fosi-sgd"), (3, "adaptive-adamw"),
-        ]],
+        *[
+            pytest.param(w, r, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+            for w, r in [
+                (1, "fosi-adamw"),
+                (4, "fosi-adamw"),
+                (2, "adaptive-adam"),
+                (2, "adaptive-sgd"),
+                (4, "adaptive-sgd"),
+                (2, "fosi-sgd"),
+                (3, "adaptive-adamw"),
+            ]
+        ],
     ],
 )
 def test_engines_match_reference_and_each_other(world: int, rule: str) -> None:

@@ -29,7 +29,12 @@ TAU = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 2e-1, torch.flo
 float32, 4e-3 in bfloat16), truncation tau^2 times a constant of order one; measured optima on a transformer: 1e-2 in
 float32 (error 3e-5) and 0.1-0.3 in bfloat16 (error 3-6 %). float16 lies between."""
 
-TAU_RANGE = {torch.float64: (1e-7, 1e-2), torch.float32: (1e-4, 1e-1), torch.bfloat16: (6e-2, 5e-1), torch.float16: (1e-2, 2e-1)}
+TAU_RANGE = {
+    torch.float64: (1e-7, 1e-2),
+    torch.float32: (1e-4, 1e-1),
+    torch.bfloat16: (6e-2, 5e-1),
+    torch.float16: (1e-2, 2e-1),
+}
 """How far the self-check may move tau before the product is called unreliable."""
 
 GROWTH_FLOOR = 0.03

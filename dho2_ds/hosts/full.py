@@ -118,7 +118,7 @@ def exact_operator(
     except RuntimeError as error:
         raise _no_second_derivative(error) from error
     used = [index for index, grad in enumerate(grads) if grad is not None and grad.requires_grad]
-    heads = [grads[index] for index in used]
+    heads = [grad for grad in grads if grad is not None and grad.requires_grad]
     whole = replicated(sizes, len(layouts))
     order = {name: offset for name, offset in zip(sizes, _offsets(sizes), strict=True)}
 

@@ -136,9 +136,10 @@ class ReplicatedHost(Host):
                 continue
             source = flat_view(shard.param.detach()) if self.separate_masters else self._backup[i]
             step = direction[shard.offset : shard.offset + shard.numel]
-            torch.add(source.to(step.dtype), step, alpha=eps, out=target) if target.dtype == step.dtype else (
+            if target.dtype == step.dtype:
+                torch.add(source, step, alpha=eps, out=target)
+            else:
                 target.copy_(torch.add(source.to(step.dtype), step, alpha=eps))
-            )
         if self.reducer.world_size > 1:
             self._gather(self._weights)
 
@@ -170,10 +171,8 @@ class ReplicatedHost(Host):
                     offset = other * length + at
                     view.copy_(received[offset : offset + view.numel()])
 
-    def _overlaps(
-        self, tensors: Sequence[Tensor], rank: int, begin: int, length: int
-    ) -> Iterator[tuple[Tensor, int]]:
-        """Views of the pieces of ``rank``'s slice in ``[begin, begin + length)`` and where they sit in that interval."""
+    def _overlaps(self, tensors: Sequence[Tensor], rank: int, begin: int, length: int) -> Iterator[tuple[Tensor, int]]:
+        """Views of the pieces of ``rank``'s slice in ``[begin, begin + length)`` and where they sit in it."""
         for segment in self.layouts[rank].segments:
             low = max(segment.offset, begin)
             high = min(segment.offset + segment.length, begin + length)

@@ -125,6 +125,14 @@ def test_partial_replicas_prefer_the_own_part_and_then_the_lowest_rank() -> None
     ]
 
 
+def test_pieces_of_two_ranks_at_matching_offsets_stay_two() -> None:
+    """Rank 1 holds the next elements at the offset where rank 0 would: one after the other, but not one buffer."""
+    source = [Layout((Segment("p0", 0, 3, 0),), 6), Layout((Segment("p0", 3, 3, 3),), 6)]
+    target = [Layout((), 0), Layout((), 0), *replicated({"p0": 6}, 1)]
+    assert plan(source, target) == [(0, 2, 0, 0, 3), (1, 2, 3, 3, 3)]
+    assert _same(apply_plan(_buffers(source, None), source, target), _buffers(target, None))
+
+
 def test_plan_merges_over_parameters() -> None:
     sizes = {f"p{i}": 7 for i in range(100)}
     assert plan(flat_slices(sizes, 1), flat_slices(sizes, 2)) == [(0, 0, 0, 0, 350), (0, 1, 350, 0, 350)]

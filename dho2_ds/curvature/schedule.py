@@ -1,0 +1,45 @@
+"""When a refresh is due."""
+
+from __future__ import annotations
+
+
+class Schedule:
+    """After step ``max(1, warmup_steps)`` and every ``interval`` steps from there on.
+
+    Args:
+        warmup_steps, interval: see :class:`dho2_ds.CurvatureConfig`.
+
+    Attributes:
+        due_since: step at which the waiting refresh fell due, None when none is waiting.
+    """
+
+    def __init__(self, warmup_steps: int, interval: int) -> None:
+        self.first, self.interval = max(1, warmup_steps), interval
+        self.due_since: int | None = None
+
+    def advance(self, step: int, *, has_source: bool) -> None:
+        """Note that ``step`` steps are done.
+
+        Raises:
+            RuntimeError: a refresh is due and cannot happen, because no loss is known or because the attached model
+                was never called in training; going on would be a silent first-order run.
+        """
+        if self.due_since is not None and step > self.due_since:
+            raise RuntimeError(
+                f"a curvature refresh has been due since step {self.due_since}, but no training forward of the "
+                "attached model was seen (it must be in train() mode with gradients enabled, and be called itself, "
+                "not its inner module); attach the module that the training loop calls"
+            )
+        if step < self.first or (step - self.first) % self.interval:
+            return
+        if not has_source:
+            raise RuntimeError(
+                f"step {step}: a curvature refresh is due and no loss is known; call "
+                "dho2_ds.attach(model, optimizer) if the model returns its loss, else "
+                "dho2_ds.attach(model, optimizer, loss_fn=..., data=...)"
+            )
+        self.due_since = step
+
+    def done(self) -> None:
+        """The waiting refresh has begun."""
+        self.due_since = None

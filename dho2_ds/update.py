@@ -1,0 +1,101 @@
+"""One training step with an eigenbasis: the base step, the few reduced scalars, the rank-k term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dho2_ds import rules
+from dho2_ds.base import BaseOptimizer
+from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.hosts.base import Host
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Scalars of one step, the same on every rank.
+
+    Attributes:
+        lr: the largest lr of the param groups. lr_scale: s. alpha: length of the Newton step.
+        newton: False leaves the motion inside the span to the base optimizer at its unscaled lr (``newton_lr=0``).
+    """
+
+    lr: float
+    lr_scale: float
+    alpha: float
+    newton: bool
+
+
+class AdaptiveUpdate:
+    """Rule ``adaptive``: see :mod:`dho2_ds.rules`. One all-reduce of k + 1 scalars per step."""
+
+    roots = 1
+    """How often P^(1/2) enters the operator whose eigenpairs are used."""
+
+    def step(self, host: Host, base: BaseOptimizer, groups: Groups, basis: Eigenbasis, rates: Rates) -> Tensor | None:
+        """Move the weights; returns the captured share of the direction's squared norm (0-d, on the device)."""
+        base.step(groups, rates.lr_scale)
+        if not rates.newton and rates.lr_scale == 1.0:
+            return None  # the base optimizer moves everything as it would alone: nothing to correct
+        sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=1))
+        c = sums[:-1]
+        if rates.newton:
+            a = rules.adaptive_coefficients(basis, c, lr=rates.lr, lr_scale=rates.lr_scale, alpha=rates.alpha)
+        else:
+            a = c * (rates.lr * (rates.lr_scale - 1.0))
+        rules.add_rooted(basis, base.chunks(groups, moving_only=True), a)
+        return _share(sums)
+
+    def rebase(self, host: Host, old: Eigenbasis | None, new: Eigenbasis) -> None:
+        """Nothing: the momentum inside the span is Q u, and u is the base optimizer's."""
+
+
+class FosiUpdate:
+    """Rule ``fosi``: see :mod:`dho2_ds.rules`. Two all-reduces per step, of k + 1 scalars each: the base optimizer's
+    update of the complement gradient is known only after the first."""
+
+    roots = 0
+
+    def __init__(self, *, ema: bool) -> None:
+        self.velocity: rules.FosiVelocity | None = None
+        self._ema = ema
+
+    def step(self, host: Host, base: BaseOptimizer, groups: Groups, basis: Eigenbasis, rates: Rates) -> Tensor | None:
+        """Move the weights; returns the captured share of the gradient's squared norm (0-d, on the device)."""
+        momentum = float(groups[0]["betas"][0] if self._ema else groups[0]["momentum"])
+        if self.velocity is None:
+            self.velocity = rules.FosiVelocity(basis.k, basis.vectors.device)
+        grads = [shard.param.grad for shard in host.shards]
+        sums = host.reducer.sum_(rules.project_gradient(basis, host.shards, grads))
+        velocity = self.velocity.update(sums[:-1], momentum=momentum, ema=self._ema)
+        try:
+            # The base optimizer sees the complement gradient; the user's own gradient tensors are not written to.
+            for shard, grad in zip(host.shards, grads, strict=True):
+                shard.param.grad = None if grad is None else rules.complement(basis, shard, grad, sums[:-1])
+            base.step(groups, rates.lr_scale)
+            moved = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=2))
+            a = rules.fosi_coefficients(
+                basis, velocity, moved[:-1] * rates.lr, lr_scale=rates.lr_scale, alpha=rates.alpha
+            )
+            rules.add_plain(basis, base.chunks(groups, moving_only=True), a)
+        finally:
+            for shard, grad in zip(host.shards, grads, strict=True):
+                shard.param.grad = grad
+        return _share(sums)
+
+    def rebase(self, host: Host, old: Eigenbasis | None, new: Eigenbasis) -> None:
+        """Carry the velocity into a new basis. One all-reduce of k_new * k_old scalars."""
+        if self.velocity is None or old is None:
+            self.velocity = None
+            return
+        overlap = new.vectors @ old.vectors.to(new.vectors.dtype).T
+        self.velocity.rotate(host.reducer.sum_(overlap.double()))
+
+
+def _share(sums: Tensor) -> Tensor:
+    return sums[:-1].square().sum() / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)

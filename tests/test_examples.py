@@ -1,0 +1,149 @@
+"""The examples and configs as a user meets them: real launchers, real subprocesses, a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dho2_ds.config import CurvatureConfig, DHO2Config, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
+HOST_CONFIGS = sorted(path.name for path in CONFIGS.glob("zero*.json"))
+STEPS = 6
+
+
+def launch(command: list[str], folder: Path, timeout: float = 150.0) -> str:
+    """Run a command in a session of its own and return its output; a failure or a timeout fails with the output."""
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "COLUMNS": "120",
+    }
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            pytest.fail(f"still running after {timeout:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def deepspeed(script: str, *arguments: str) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ["deepspeed", "--num_gpus", "2", "--master_port", str(port), str(EXAMPLES / script), *arguments]
+
+
+def torchrun(script: str, *arguments: str) -> list[str]:
+    return ["torchrun", "--standalone", "--nproc_per_node", "2", str(EXAMPLES / script), *arguments]
+
+
+def quick_config(name: str, folder: Path) -> str:
+    """A config as it is, except that curvature starts within the few steps of a test."""
+    config = json.loads((CONFIGS / name).read_text())
+    config["optimizer"]["params"]["num_eigenvectors"] = 2
+    config["optimizer"]["params"]["curvature"].update(warmup_steps=2, interval=2)
+    path = folder / name
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def example_arguments(name: str, folder: Path) -> list[str]:
+    return ["--steps", str(STEPS), "--batch-size", "8", "--deepspeed_config", quick_config(name, folder)]
+
+
+def reported(output: str) -> dict[str, str]:
+    """The closing table of an example."""
+    rows = [line.split("│")[1:3] for line in output.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def check_report(output: str) -> None:
+    report = reported(output)
+    assert float(report["final loss"]) > 0
+    assert int(report["refreshes"]) + int(report["rejected"]) == 2  # due after steps 2 and 4
+    assert int(report["hvps"]) > 0
+
+
+@pytest.mark.parametrize("name", [*HOST_CONFIGS, "demo_dho2.json"])
+def test_config_is_valid(name: str) -> None:
+    config = json.loads((CONFIGS / name).read_text())
+    assert config["optimizer"]["type"] == "DHO2"
+    parse_config(config["optimizer"]["params"])
+
+
+def test_readme_explains_every_config_and_key() -> None:
+    text = (CONFIGS / "README.md").read_text()
+    expected = [path.name for path in CONFIGS.glob("*.json")]
+    expected += [*DHO2Config.model_fields, *CurvatureConfig.model_fields]
+    assert [name for name in expected if f"`{name}`" not in text] == []
+
+
+def test_autoencoder_with_the_deepspeed_launcher(tmp_path: Path) -> None:
+    check_report(launch(deepspeed("digits_autoencoder.py", *example_arguments("zero2.json", tmp_path)), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["digits_autoencoder.py", "char_gpt.py"])
+def test_plain_ddp_with_torchrun(script: str, tmp_path: Path) -> None:
+    check_report(launch(torchrun(script, "--ddp", *example_arguments("zero2.json", tmp_path)), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOST_CONFIGS)
+def test_gpt_with_every_config(name: str, tmp_path: Path) -> None:
+    check_report(launch(torchrun("char_gpt.py", *example_arguments(name, tmp_path)), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [[], ["--ddp"]])
+def test_adamw_in_place_of_dho2(host: list[str], tmp_path: Path) -> None:
+    arguments = [*host, "--optimizer", "adamw", *example_arguments("zero2.json", tmp_path)]
+    report = reported(launch(torchrun("digits_autoencoder.py", *arguments), tmp_path))
+    assert float(report["final loss"]) > 0
+    assert "hvps" not in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_demo(stage: int, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    options = ["--steps", "60", "--stage", str(stage), "--batch-size", "64", "--output", str(picture)]
+    output = launch([sys.executable, str(EXAMPLES / "demo.py"), *options], tmp_path)
+    for text in ("AdamW / DHO2", "loss at step 60", "gradients in total", "HVPs (refreshes)", "eigenbasis, bytes"):
+        assert text in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.slow
+def test_demo_shows_the_output_of_ranks_that_fail(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "5", "--batch-size", "100000"]
+    with pytest.raises(AssertionError, match="batch_size=100000"):
+        launch(command, tmp_path)
+
+
+@pytest.mark.slow
+def test_step_cost(tmp_path: Path) -> None:
+    record = tmp_path / "step_cost.json"
+    script = EXAMPLES / "benchmarks" / "step_cost.py"
+    output = launch([sys.executable, str(script), "--quick", "--json", str(record)], tmp_path)
+    assert "DHO2 / AdamW" in output
+    row, _ = json.loads(record.read_text())["rows"]
+    assert row["dho2_bytes"] - row["adamw_bytes"] == row["n"] * (2 * row["k"] * 4 + 5 * 4)
