@@ -160,15 +160,23 @@ class _RefreshHook:
     """
 
     def __init__(self, optimizer: DHO2, source: LossSource) -> None:
-        self._optimizer, self._source, self._busy = optimizer, source, False
+        self._optimizer, self._source = optimizer, source
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy or not module.training or not torch.is_grad_enabled():
+        if self._optimizer.refreshing or not module.training or not torch.is_grad_enabled():
             return
         self._source.remember(args, kwargs)
         if self._optimizer.refresh_due:
-            self._busy = True
-            try:
-                self._optimizer.refresh()
-            finally:
-                self._busy = False
+            self._optimizer.refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled model (weight averaging, saving whole modules) leaves the optimizer behind."""
+        return _no_hook, ()
+
+
+def _no_refresh(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook of a copied model: nothing trains it."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _no_refresh

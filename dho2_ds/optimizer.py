@@ -91,6 +91,8 @@ class DHO2(torch.optim.Optimizer):
         self._totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
         self._last: Refresh | None = None
         self._announced = False
+        self.refreshing = False
+        """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
         allow_under_deepspeed(type(self))
         if config.num_eigenvectors:
             watch_for_engine(self)
@@ -98,7 +100,7 @@ class DHO2(torch.optim.Optimizer):
     # -- public -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step. ``closure`` has torch's meaning: called once with gradients enabled, its value returned.
 
         Under ZeRO the engine calls this once per param group or sub-group; the update happens at the last call.
@@ -312,6 +314,8 @@ class DHO2(torch.optim.Optimizer):
         self._plain.step()
 
     def _hybrid_step(self, host: Host) -> None:
+        if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
+            raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
         self._link_state()
         if groups is None:
@@ -319,9 +323,6 @@ class DHO2(torch.optim.Optimizer):
         base = self._base
         assert base is not None
         self._groups = groups
-        for shard in host.shards:
-            if shard.param.grad is not None and shard.param.grad.is_sparse:
-                raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         if not self._announced:
             self._announced = True
             if self._is_main():
@@ -388,7 +389,25 @@ class DHO2(torch.optim.Optimizer):
         host, base, source = self._host, self._base, self._source
         if host is None or base is None or source is None:
             raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
+        self.refreshing = True
+        try:
+            report, age = self._refresh(host, base, source)
+        finally:
+            self.refreshing = False
         self._schedule.done()
+        self._totals["refreshes" if report.accepted else "rejected"] += 1
+        self._totals["hvps"] += report.hvps
+        if report.accepted or self._last is None:
+            self._last = report
+        else:  # keep what belongs to the basis in use
+            self._last = Refresh(**{**report.__dict__, "residuals": self._last.residuals})
+        self._tell(host, report, age)
+        return report
+
+    def _refresh(
+        self, host: Host, base: BaseOptimizer, source: Callable[[], Sequence[Loss]]
+    ) -> tuple[Refresh, int | None]:
+        """The report, and the age of the basis that was there before."""
         age = self._step - self._basis.born if self._basis is not None else None
         self._link_state()
         if self._finite_difference is None:
@@ -419,14 +438,7 @@ class DHO2(torch.optim.Optimizer):
             del hint
             if found is not None:
                 self._install(found)
-        self._totals["refreshes" if report.accepted else "rejected"] += 1
-        self._totals["hvps"] += report.hvps
-        if report.accepted or self._last is None:
-            self._last = report
-        else:  # keep what belongs to the basis in use
-            self._last = Refresh(**{**report.__dict__, "residuals": self._last.residuals})
-        self._tell(host, report, age)
-        return report
+        return report, age
 
     def _install(self, found: Eigenbasis) -> None:
         """Copy a new basis into the persistent rows; map FOSI's velocity into it."""

@@ -43,7 +43,10 @@ def make_host(model: nn.Module, groups: list[dict[str, Any]]) -> Host:
             )
     known = {id(p) for p in model.parameters()}
     if not any(id(p) in known for group in params for p in group):
-        raise ConfigError("model: must own the optimizer's parameters; attach the model it was built from")
+        raise ConfigError(
+            "model: must own the optimizer's parameters; attach the model it was built from, or under DeepSpeed the "
+            "engine itself, not its module"
+        )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"model={type(model).__name__}: must be wrapped with {dist.get_world_size()} ranks; "

@@ -19,6 +19,8 @@ BUCKET = 1 << 21
 """Elements per collective bucket: 8 MB in float32, enough to reach the bandwidth of common links, and a bound on the
 transient memory that any collective of ours holds beyond the rank's own share."""
 
+_ELSEWHERE = "the curvature loss failed on another rank; see that rank's error"
+
 
 def mean_gradients(
     losses: Sequence[Loss], model: nn.Module, params: Sequence[Tensor], *, create_graph: bool = False
@@ -85,7 +87,7 @@ def reduce_into(
         dist.all_reduce(bucket, group=reducer.group)
         bucket.div_(reducer.world_size)
         if first and not float(bucket[0]) == 0.0:
-            raise error or RuntimeError("the curvature loss failed on another rank; see that rank's error")
+            raise error or RuntimeError(_ELSEWHERE)
         at = 1
         for index in range(begin, end):
             for start, length, offset in segments.get(names[index], ()):
@@ -113,10 +115,16 @@ def exact_operator(
         RuntimeError: an operation of the model has no second derivative (fused attention, torch.compile, reentrant
             checkpointing); the message says what to set.
     """
+    error: Exception | None = None
+    grads: list[Tensor | None] = [None] * len(params)
     try:
         grads = mean_gradients(losses, model, params, create_graph=True)
-    except RuntimeError as error:
-        raise _no_second_derivative(error) from error
+    except RuntimeError as caught:
+        error = _no_second_derivative(caught) if "derivative" in str(caught) or "double" in str(caught) else caught
+    except Exception as caught:  # raised below, on every rank together
+        error = caught
+    if not reducer.agree(error is None):
+        raise error if error is not None else RuntimeError(_ELSEWHERE)
     used = [index for index, grad in enumerate(grads) if grad is not None and grad.requires_grad]
     heads = [grad for grad in grads if grad is not None and grad.requires_grad]
     whole = replicated(sizes, len(layouts))
@@ -131,14 +139,15 @@ def exact_operator(
             flat_view(vector).copy_(full[at : at + param.numel()])
             vectors.append(vector)
         products: list[Tensor | None] = [None] * len(params)
+        failure: RuntimeError | None = None
         if heads:
             try:
                 products = list(
                     torch.autograd.grad(heads, params, grad_outputs=vectors, retain_graph=True, allow_unused=True)
                 )
-            except RuntimeError as error:
-                raise _no_second_derivative(error) from error
-        reduce_into(products, params, names, layouts[reducer.rank], reducer, out)
+            except RuntimeError as caught:
+                failure = _no_second_derivative(caught)
+        reduce_into(products, params, names, layouts[reducer.rank], reducer, out, failure)
 
     return Exact(differentiate, root)
 

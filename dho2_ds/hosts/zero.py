@@ -54,7 +54,13 @@ class PartitionedHost(Host):
 
     @property
     def transient_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._partitions)
+        return sum(t.numel() * t.element_size() for t in [*self._partitions, *self._accumulators()])
+
+    def _accumulators(self) -> list[Tensor]:
+        """Gradient buffers of this rank's share that the engine keeps from step to step."""
+        if not self.offload:
+            return []
+        return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
 
     def collect(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """DeepSpeed steps once per param group (ZeRO 1, 2) or sub-group (3) with only that one visible; the hybrid step
@@ -94,13 +100,22 @@ class PartitionedHost(Host):
                 "boundary; call it right after engine.step() of a whole batch"
             )
         self._state = ModelState(self.module)
+        self._state.clear_grads()  # the engine's backward would add to the saved tensors in place
         self._before_weights_change()
         self._backup = [partition.detach().clone() for partition in self._partitions]
+        # Persistent accumulators keep the last gradient of parameters that the next backward does not reach, and the
+        # engine uses it: put back what training left there.
+        accumulators = self._accumulators()
+        kept = [accumulator.clone() for accumulator in accumulators]
+        for accumulator in accumulators:
+            accumulator.zero_()
         boundary = self.engine._is_gradient_accumulation_boundary
         try:
             yield
         finally:
             self._clear_engine()
+            for accumulator, saved in zip(accumulators, kept, strict=True):
+                accumulator.copy_(saved)
             self._write(None, 0.0)
             self.engine._is_gradient_accumulation_boundary = boundary
             self._state.restore()

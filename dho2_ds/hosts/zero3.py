@@ -49,6 +49,10 @@ class Zero3Host(PartitionedHost):
             at += slots
         return Layout(tuple(segments), at)
 
+    def _accumulators(self) -> list[Tensor]:
+        buffer = getattr(self.wrapper, "grad_partitions_flat_buffer", None)
+        return super()._accumulators() + ([buffer] if buffer is not None else [])
+
     def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
         raise RuntimeError(f"curvature.hvp='exact': {self.exact_refusal}")
 
