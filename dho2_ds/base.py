@@ -182,19 +182,15 @@ class _DiagonalChunk:
     def add_to_weights(self, delta: Tensor) -> None:
         scatter_add(self._base._weights, self._span, delta)
 
-    def _per_piece(self, values: Sequence[float], out: Tensor) -> Tensor:
-        """Multiply each piece of a span by its own number."""
+    def _per_piece(self, values: Sequence[float], x: Tensor) -> Tensor:
+        """A fresh tensor in working precision: each piece of a span times its own number."""
         if len(set(values)) == 1:
-            return out if values[0] == 1.0 else out.mul_(values[0])
-        offset = 0
+            return torch.mul(x.to(self._base.dtype), values[0])
+        out, offset = x.to(self._base.dtype, copy=True), 0
         for value, (_, _, length) in zip(values, self._span.pieces, strict=True):
             out[offset : offset + length].mul_(value)
             offset += length
         return out
-
-    def _working(self, column: list[Tensor]) -> Tensor:
-        """A fresh or shared tensor in working precision; callers that modify it clone when it is a view."""
-        return gather(column, self._span).to(self._base.dtype)
 
 
 class _AdamChunk(_DiagonalChunk):
@@ -204,14 +200,14 @@ class _AdamChunk(_DiagonalChunk):
 
     def _inverse_root(self) -> Tensor:
         """r = sqrt(rho) (sqrt(v_hat) + eps)^(-1/2)."""
-        v = gather(self._tensors[1], self._span).to(self._base.dtype, copy=True)
+        v = gather(self._tensors[1], self._span)
         r = self._per_piece(self._powers(self._options["betas"][1]), v).sqrt_().add_(self._options["eps"]).rsqrt_()
         return r.mul_(self._rho**0.5) if self._rho != 1.0 else r
 
     def direction(self) -> Tensor:
         scale = self._powers(self._options["betas"][0])
         scale = [s if moved else 0.0 for s, moved in zip(scale, self._has_grad, strict=True)]
-        return self._per_piece(scale, gather(self._tensors[0], self._span).to(self._base.dtype, copy=True))
+        return self._per_piece(scale, gather(self._tensors[0], self._span))
 
     def root(self, x: Tensor) -> Tensor:
         return self._inverse_root().mul_(x)
