@@ -41,8 +41,7 @@ def project(basis: Eigenbasis, chunks: Iterable[Chunk], *, roots: int) -> Tensor
         u = chunk.direction()
         for _ in range(roots):
             u = chunk.root(u)
-        part = _rows(rows, chunk, u.dtype)
-        total[:-1] += part @ u
+        total[:-1] += dot_rows(rows[:, chunk.start : chunk.stop], u)
         total[-1] += torch.dot(u, u)
     return total
 
@@ -94,14 +93,36 @@ def fosi_coefficients(
     return lr_scale * captured_step - alpha * velocity / basis.magnitudes().to(velocity.device)
 
 
-def _rows(vectors: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The basis' columns of one chunk in working precision (converted chunk by chunk, so they stay in cache)."""
-    return vectors[:, chunk.start : chunk.stop].to(dtype)
-
-
 def _combine(basis: Eigenbasis, chunk: Chunk, coefficients: Tensor) -> Tensor:
     dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
-    return _rows(basis.vectors, chunk, dtype).T @ coefficients.to(dtype)
+    return combine_rows(basis.vectors[:, chunk.start : chunk.stop], coefficients, dtype)
+
+
+def dot_rows(rows: Tensor, x: Tensor) -> Tensor:
+    """``rows @ x``, (k,), in the precision of x.
+
+    On a CPU a GEMV reads float32 rows at memory bandwidth, but converting a 16-bit block first costs several passes
+    over memory; row by row the converted piece stays in cache.
+    """
+    if rows.dtype == x.dtype or rows.device.type != "cpu":
+        return rows.to(x.dtype) @ x
+    buffer = torch.empty_like(x)
+    return torch.stack([torch.dot(buffer.copy_(row), x) for row in rows])
+
+
+def combine_rows(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rows^T weights``, (length,), in ``dtype``.
+
+    On a CPU the transposed GEMV of a few long rows runs at a third of memory bandwidth, k axpys on a chunk in cache at
+    all of it, from 16-bit rows as well.
+    """
+    if rows.device.type != "cpu":
+        return rows.to(dtype).T @ weights.to(dtype)
+    scalars = weights.tolist()
+    out = torch.mul(rows[0].to(dtype), scalars[0])
+    for row, scalar in zip(rows[1:], scalars[1:], strict=True):
+        out.add_(row, alpha=scalar)
+    return out
 
 
 def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence[Tensor | None]) -> Tensor:
@@ -115,7 +136,7 @@ def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence
         for start in range(0, shard.numel, chunk_size(flat.device)):
             part = flat[start : start + chunk_size(flat.device)].to(dtype)
             at = shard.offset + start
-            total[:-1] += basis.vectors[:, at : at + part.numel()].to(dtype) @ part
+            total[:-1] += dot_rows(basis.vectors[:, at : at + part.numel()], part)
             total[-1] += torch.dot(part, part)
     return total
 
@@ -125,9 +146,8 @@ def complement(basis: Eigenbasis, shard: Shard, grad: Tensor, captured: Tensor) 
     result = torch.empty_like(shard.param, dtype=grad.dtype).copy_(grad)
     flat = flat_view(result)
     dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
-    weights = captured.to(dtype)
     for start in range(0, shard.numel, chunk_size(flat.device)):
         part = flat[start : start + chunk_size(flat.device)]
         at = shard.offset + start
-        part.sub_(basis.vectors[:, at : at + part.numel()].to(dtype).T @ weights)
+        part.sub_(combine_rows(basis.vectors[:, at : at + part.numel()], captured, dtype))
     return result
