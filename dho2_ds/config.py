@@ -381,7 +381,7 @@ def _suggestion(path: tuple[str, ...]) -> str:
     prefix = "".join(f"{part}." for part in path[:-1])
     here, there = (CurvatureConfig, DHO2Config) if prefix else (DHO2Config, CurvatureConfig)
     for model, qualifier in ((here, prefix), (there, "" if prefix else "curvature.")):
-        close = difflib.get_close_matches(path[-1].lower(), model.model_fields, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(path[-1].lower(), model.model_fields, n=1, cutoff=0.7)
         if close:
             return f"did you mean '{qualifier}{close[0]}'? "
     return ""

@@ -22,6 +22,9 @@ from dho2_ds.sharding.layout import flat_slices
 from dho2_ds.sharding.reduce import Reducer
 from dho2_ds.shards import Shard, flat_like, flat_view
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it and warns about the old name."""
+
 
 class ReplicatedHost(Host):
     """Weights whole on every rank.
@@ -163,7 +166,7 @@ class ReplicatedHost(Host):
             for view, at in self._overlaps(tensors, rank, begin, length):
                 send[at : at + view.numel()].copy_(view)
             received = torch.empty(world * length, dtype=dtype, device=send.device)
-            dist.all_gather_into_tensor(received, send, group=self.reducer.group)
+            _all_gather(received, send, group=self.reducer.group)
             for other in range(world):
                 if other == rank:
                     continue
