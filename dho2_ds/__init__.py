@@ -1,4 +1,4 @@
-"""A distributed hybrid-order optimizer for DeepSpeed and FSDP.
+"""A distributed hybrid-order optimizer for DeepSpeed and PyTorch.
 
 Importing the package registers ``torch.optim.DHO2`` and nothing more: the public names below load their modules at
 first use, because torch itself imports this package (see :mod:`dho2_ds._register`).

@@ -163,7 +163,7 @@ def examine() -> list[Check]:
     """Look at the environment; changes nothing."""
     checks = [Check("dho2_ds", "ok", dho2_ds.__version__), Check("python", "ok", platform.python_version())]
     checks.append(_package_check("torch", "fail", "pip install torch"))
-    checks.append(_package_check("deepspeed", "warn", "pip install 'dho2-ds[deepspeed]', unless you use FSDP or DDP"))
+    checks.append(_package_check("deepspeed", "warn", "pip install 'dho2-ds[deepspeed]', unless you use DDP only"))
     checks.append(_package_check("mpi4py", "warn", "pip install 'dho2-ds[mpi]', needed to start with mpirun only"))
     if importlib.util.find_spec("torch") is not None:
         for group in (_torch_checks, _compiler_checks, _registration_checks):
