@@ -13,7 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dho2_ds.shards import Shard, Span, chunk_size, flat_like, flat_view, gather, local_numel, scatter_add, spans
+from dho2_ds.shards import (
+    Shard,
+    Span,
+    chunk_size,
+    flat_like,
+    flat_view,
+    gather,
+    scatter_add,
+    spans,
+    working_device,
+    working_dtype,
+)
 
 STEP, EXP_AVG, EXP_AVG_SQ, MOMENTUM = "step", "exp_avg", "exp_avg_sq", "momentum_buffer"
 
@@ -23,7 +34,6 @@ class Chunk(Protocol):
 
     start: int
     stop: int
-    group: int
 
     def direction(self) -> Tensor:
         """m: the base optimizer's last direction, so that its step was ``-lr P m`` (a fresh tensor)."""
@@ -77,9 +87,8 @@ class BaseOptimizer:
 
     def __init__(self, kind: str, shards: Sequence[Shard], *, fused: bool | None, state: dict[Any, Any]) -> None:
         self.kind, self.shards, self.state = kind, list(shards), state
-        self.numel = local_numel(shards)
-        self.device = shards[0].param.device if shards else torch.device("cpu")
-        self.dtype = torch.float64 if any(s.param.dtype == torch.float64 for s in shards) else torch.float32
+        self.device = working_device(shards)
+        self.dtype = working_dtype(shard.param for shard in shards)
         self.spans = spans(self.shards, chunk_size(self.device))
         self._steps: dict[int, int] = {}
         self._fused = fused
@@ -175,7 +184,7 @@ class _DiagonalChunk:
         tensors: list[list[Tensor]],
         has_grad: list[bool],
     ) -> None:
-        self.start, self.stop, self.group = span.start, span.stop, span.group
+        self.start, self.stop = span.start, span.stop
         self._base, self._span, self._options, self._rho = base, span, group, rho
         self._tensors, self._has_grad = tensors, has_grad
 
@@ -223,28 +232,21 @@ class _SgdChunk(_DiagonalChunk):
         momentum, nesterov = self._options["momentum"], self._options["nesterov"]
         moved = [1.0 if has else 0.0 for has in self._has_grad]
         if momentum and not nesterov:
-            return self._per_piece(moved, self._buffer())
-        shards = self._base.shards
-        grads: list[Tensor] = list(self._base._weights)
-        for index, _, _ in self._span.pieces:
-            grad = shards[index].param.grad
-            weight = self._base._weights[index]
-            grads[index] = torch.zeros_like(weight) if grad is None else flat_like(grad.detach(), shards[index].param)
-        d = gather(grads, self._span).to(self._base.dtype, copy=True)
+            return self._per_piece(moved, gather(self._tensors[0], self._span))
+        d = torch.zeros(self.stop - self.start, dtype=self._base.dtype, device=self._base.device)
+        offset = 0
+        for index, start, length in self._span.pieces:
+            param = self._base.shards[index].param
+            if param.grad is not None:
+                d[offset : offset + length] = flat_like(param.grad.detach(), param)[start : start + length]
+            offset += length
         if nesterov:
-            d.add_(self._buffer(), alpha=momentum)
+            d.add_(gather(self._tensors[0], self._span), alpha=momentum)
         decay = float(self._options["weight_decay"])
         if decay:
             d.add_(gather(self._base._weights, self._span), alpha=decay)
             d.div_(1.0 - decay * float(self._options["lr"]) * self._base._lr_scale)
         return self._per_piece(moved, d)
-
-    def _buffer(self) -> Tensor:
-        column = [
-            buffer if buffer.numel() else torch.zeros_like(weight)
-            for buffer, weight in zip(self._tensors[0], self._base._weights, strict=True)
-        ]
-        return gather(column, self._span).to(self._base.dtype, copy=True)
 
     def root(self, x: Tensor) -> Tensor:
         return x * self._rho**0.5 if self._rho != 1.0 else x

@@ -68,7 +68,7 @@ def refresh_line(step: int, report: Refresh, lr_scale: float, age: int | None) -
     return text
 
 
-def write_events(engine: Any, step: int, stats: dict[str, Any], seconds: float) -> None:
+def write_events(engine: Any, stats: dict[str, Any], seconds: float) -> None:
     """Send ``Train/DHO2/*`` to DeepSpeed's monitors (TensorBoard, W&B, CSV) from rank 0, if any is on."""
     monitor = getattr(engine, "monitor", None)
     if monitor is None or not getattr(monitor, "enabled", False) or engine.global_rank != 0:

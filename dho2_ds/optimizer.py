@@ -122,12 +122,13 @@ class DHO2(torch.optim.Optimizer):
         """What curvature has done so far.
 
         Returns:
-            ``steps``, ``refreshes`` (accepted), ``rejected``, ``hvps`` (all so far), ``eigenvalues``, ``residuals``
-            (of the basis in use), ``next_eigenvalue``, ``lr_scale`` (s), ``age`` (steps since the basis was computed,
-            None without one), ``captured_fraction`` (share of the squared norm of the base optimizer's last direction
-            inside the span), ``bytes_basis``, ``bytes_transient`` (this rank's; the latter for the last refresh),
-            ``bytes_base`` (base optimizer's state on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh``
-            (why it was accepted or not). Reading it synchronises with the device.
+            ``steps``, ``refreshes`` (accepted), ``rejected``, ``hvps`` (all so far), ``eigenvalues`` and
+            ``next_eigenvalue`` (of the basis in use), ``residuals`` (of the last refresh, empty if it was rejected),
+            ``lr_scale`` (s), ``age`` (steps since the basis was computed, None without one), ``captured_fraction``
+            (share of the squared norm of the base optimizer's last direction inside the span), ``bytes_basis``,
+            ``bytes_transient`` (this rank's; the latter for the last refresh), ``bytes_base`` (base optimizer's state
+            on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh`` (why it was accepted or not). Reading
+            it synchronises with the device.
         """
         basis, last = self._basis, self._last
         tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0]
@@ -203,12 +204,8 @@ class DHO2(torch.optim.Optimizer):
         Raises:
             ConfigError: a setting cannot work on this host.
         """
-        k, curvature = self.config.num_eigenvectors, self.config.curvature
-        if k >= host.numel:
-            raise ConfigError(
-                f"num_eigenvectors={k}: must be < {host.numel}, the number of trainable parameters; lower it"
-            )
-        if curvature.hvp == "exact" and host.exact_refusal is not None:
+        self._check_k(host.numel)
+        if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
         self._host, self._source = host, source
         fused = self._fused_for(host)
@@ -253,6 +250,9 @@ class DHO2(torch.optim.Optimizer):
             if p.is_sparse or p.layout != torch.strided:
                 raise ConfigError(f"params: a parameter has layout {p.layout}: must be dense; call .to_dense()")
         numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable)
+        self._check_k(numel)
+
+    def _check_k(self, numel: int) -> None:
         if self.config.num_eigenvectors >= max(numel, 1):
             raise ConfigError(
                 f"num_eigenvectors={self.config.num_eigenvectors}: must be < {numel}, the number of trainable "
@@ -317,7 +317,8 @@ class DHO2(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
-        self._link_state()
+        if self._relink or groups is not None:  # ZeRO reads the state after the first of its calls already
+            self._link_state()
         if groups is None:
             return
         base = self._base
@@ -330,9 +331,7 @@ class DHO2(torch.optim.Optimizer):
                     summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel)
                 )
         basis = self._active_basis()
-        self._lr_scale = (
-            basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale) if basis is not None else 1.0
-        )
+        self._lr_scale = self._scale_of(basis)
         if basis is None:
             base.step(groups, 1.0)
         else:
@@ -348,6 +347,10 @@ class DHO2(torch.optim.Optimizer):
 
     def _new_update(self) -> AdaptiveUpdate | FosiUpdate:
         return AdaptiveUpdate() if self.config.rule == "adaptive" else FosiUpdate(ema=self.config.base != "sgd")
+
+    def _scale_of(self, basis: Eigenbasis | None) -> float:
+        """s of a basis; 1 without one."""
+        return 1.0 if basis is None else basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale)
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)
@@ -397,10 +400,7 @@ class DHO2(torch.optim.Optimizer):
         self._schedule.done()
         self._totals["refreshes" if report.accepted else "rejected"] += 1
         self._totals["hvps"] += report.hvps
-        if report.accepted or self._last is None:
-            self._last = report
-        else:  # keep what belongs to the basis in use
-            self._last = Refresh(**{**report.__dict__, "residuals": self._last.residuals})
+        self._last = report
         self._tell(host, report, age)
         return report
 
@@ -420,7 +420,7 @@ class DHO2(torch.optim.Optimizer):
             for chunk in base.chunks(groups):
                 direction = chunk.direction()
                 hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
-            _, found, report = refresh(
+            found, report = refresh(
                 host,
                 source(),
                 (lambda x: base.root_(groups, x)) if rooted else (lambda x: x),
@@ -459,12 +459,10 @@ class DHO2(torch.optim.Optimizer):
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     def _tell(self, host: Host, report: Refresh, age: int | None) -> None:
-        scale = self._lr_scale
-        if self._basis is not None:
-            scale = self._basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale)
+        scale = self._lr_scale if self._basis is None else self._scale_of(self._basis)
         if self._is_main():
             line = refresh_line(self._step, report, scale, age)
             logger.info(line) if report.accepted else logger.warning(line)
         engine = getattr(host, "engine", None)
         if engine is not None:
-            write_events(engine, self._step, self.curvature_stats(), report.seconds)
+            write_events(engine, self.curvature_stats(), report.seconds)

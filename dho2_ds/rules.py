@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dho2_ds.base import Chunk
 from dho2_ds.curvature.eigenbasis import Eigenbasis
-from dho2_ds.shards import Shard, chunk_size, flat_like, flat_view
+from dho2_ds.shards import Shard, chunk_size, flat_like, flat_view, working_dtype
 
 
 def project(basis: Eigenbasis, chunks: Iterable[Chunk], *, roots: int) -> Tensor:
@@ -94,8 +94,7 @@ def fosi_coefficients(
 
 
 def _combine(basis: Eigenbasis, chunk: Chunk, coefficients: Tensor) -> Tensor:
-    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
-    return combine_rows(basis.vectors[:, chunk.start : chunk.stop], coefficients, dtype)
+    return combine_rows(basis.vectors[:, chunk.start : chunk.stop], coefficients, working_dtype([basis.vectors]))
 
 
 def dot_rows(rows: Tensor, x: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ def combine_rows(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence[Tensor | None]) -> Tensor:
     """Local part of ``Q g`` and ``||g||^2``, (k + 1,) float64; shards without a gradient count as zero."""
     total = torch.zeros(basis.k + 1, dtype=torch.float64, device=basis.vectors.device)
-    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
+    dtype = working_dtype([basis.vectors])
     for shard, grad in zip(shards, grads, strict=True):
         if grad is None:
             continue
@@ -145,7 +144,7 @@ def complement(basis: Eigenbasis, shard: Shard, grad: Tensor, captured: Tensor) 
     """``g - Q^T (Q g)`` for one shard, shaped and laid out like the parameter; ``captured`` is the reduced ``Q g``."""
     result = torch.empty_like(shard.param, dtype=grad.dtype).copy_(grad)
     flat = flat_view(result)
-    dtype = torch.float64 if basis.vectors.dtype == torch.float64 else torch.float32
+    dtype = working_dtype([basis.vectors])
     for start in range(0, shard.numel, chunk_size(flat.device)):
         part = flat[start : start + chunk_size(flat.device)]
         at = shard.offset + start

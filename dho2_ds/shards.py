@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -114,9 +115,25 @@ def scatter_add(tensors: Sequence[Tensor], span: Span, values: Tensor) -> None:
         offset += length
 
 
-def local_numel(shards: Sequence[Shard]) -> int:
-    """Elements of the local flat buffer that the shards span."""
-    return max((shard.offset + shard.numel for shard in shards), default=0)
+def consecutive(params: Sequence[Tensor], groups: Sequence[int]) -> list[Shard]:
+    """Shards laid one after the other in the local flat buffer; ``groups[i]`` is the param group of ``params[i]``."""
+    offsets = running_offsets([param.numel() for param in params])
+    return [Shard(p, group, offset) for p, group, offset in zip(params, groups, offsets, strict=True)]
+
+
+def running_offsets(numels: Iterable[int]) -> list[int]:
+    """Where each of several tensors starts when they are laid one after the other."""
+    return [0, *accumulate(numels)][:-1]
+
+
+def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Precision of our arithmetic: float64 if any tensor has it, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def working_device(shards: Sequence[Shard]) -> torch.device:
+    """Where the rank's local vectors live: beside its weights."""
+    return shards[0].param.device if shards else torch.device("cpu")
 
 
 def iter_params(groups: Sequence[dict[str, object]]) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from dho2_ds.attaching import LossFunction, LossSource
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import default_lanczos_steps, refresh
 from dho2_ds.hosts.detect import make_host
+from dho2_ds.shards import working_device, working_dtype
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,8 @@ def spectrum(
         raise ValueError(f"hvp={hvp!r}: must be 'auto', 'finite_difference' or 'exact'")
     if hvp == "exact" and host.exact_refusal:
         raise ValueError(f"hvp='exact': must not be used here: {host.exact_refusal}")
-    weights = [shard.param for shard in host.shards]
-    device = weights[0].device if weights else torch.device("cpu")
-    dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
     source = LossSource(loss_fn, data, batches)
-    _, found, report = refresh(
+    found, report = refresh(
         host,
         source.losses(),
         lambda x: x,
@@ -80,8 +78,8 @@ def spectrum(
         growth_guess=1.0,
         hint=None,
         old=None,
-        dtype=dtype,
-        device=device,
+        dtype=working_dtype(shard.param for shard in host.shards),
+        device=working_device(host.shards),
         born=0,
         all_pairs=True,
     )

@@ -28,11 +28,6 @@ class Eigenbasis:
     def k(self) -> int:
         return self.vectors.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the local rows."""
-        return self.vectors.numel() * self.vectors.element_size()
-
     def magnitudes(self) -> Tensor:
         """(k,) float64: |lambda| with the floor applied.
 

@@ -14,6 +14,7 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference, Root
 from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Reduce, Ritz, lanczos
 from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.shards import running_offsets
 
 UNCONVERGED = 0.3
 """Drop a Ritz pair whose residual exceeds this fraction of |theta|: sin(angle) <= residual / gap (Davis-Kahan)."""
@@ -54,11 +55,7 @@ def rademacher(host: Host, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(n_local,) local +-1 entries that depend on the global element index only, so that no result depends on the
     world size or the engine; padding is zero. A 64-bit mixing function of the index (the finaliser of splitmix64)."""
     probe = torch.zeros(host.layout.numel, dtype=dtype, device=device)
-    begin: dict[str, int] = {}
-    at = 0
-    for name, size in host.sizes.items():
-        begin[name] = at
-        at += size
+    begin = dict(zip(host.sizes, running_offsets(host.sizes.values()), strict=True))
     for segment in host.layout.segments:
         first = begin[segment.name] + segment.start
         for low in range(0, segment.length, 1 << 20):
@@ -118,7 +115,7 @@ def refresh(
     device: torch.device,
     born: int,
     all_pairs: bool = False,
-) -> tuple[Ritz | None, Eigenbasis | None, Refresh]:
+) -> tuple[Eigenbasis | None, Refresh]:
     """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, or say why not.
 
     Args:
@@ -136,9 +133,9 @@ def refresh(
         all_pairs: keep unconverged pairs too (for inspecting a spectrum).
 
     Returns:
-        (Ritz pairs, eigenbasis, report); the first two are None when the refresh was rejected. The decision, the
-        eigenvalues and the counts are the same on every rank. The eigenbasis' vectors are a view of the Lanczos
-        buffer in ``dtype``: copy what is to be kept.
+        (eigenbasis, report); the first is None when the refresh was rejected. The decision, the eigenvalues and the
+        counts are the same on every rank. The eigenbasis' vectors are (a view of) the Lanczos buffer in ``dtype``: copy
+        what is to be kept.
 
     Cost: at most ``budget`` products; two all-reduces per Lanczos step and a handful per refresh.
     """
@@ -174,14 +171,15 @@ def refresh(
             )
             del start, first
             kept = _select(ritz, k, all_pairs)
-            leading = ritz.vectors_(max(len(kept), 1) if kept == list(range(len(kept))) else kept[-1] + 1)
+            leading = ritz.vectors_(kept[-1] + 1 if kept else 1)
             reason = "" if kept else "no Ritz pair converged; raise curvature.lanczos_steps"
             if exact is None and kept and float(ritz.eigenvalues[0]) != 0.0:
                 disagreement = finite.check(leading[0], float(ritz.eigenvalues[0]))
                 if not disagreement <= UNRELIABLE and not all_pairs:
                     reason = f"finite differences disagree by {disagreement:.0%} between two step sizes"
-            leading = leading[kept] if kept != list(range(len(kept))) else leading[: len(kept)]
             if kept:
+                if len(kept) < len(leading):  # a gap: an unconverged pair lies between kept ones
+                    leading = leading[kept]
                 gram = reduce((leading @ leading.T).double())
                 error = float((gram - torch.eye(len(kept), dtype=gram.dtype, device=gram.device)).abs().max())
                 if not error <= ORTHONORMAL:
@@ -205,8 +203,8 @@ def refresh(
             seconds=time.perf_counter() - began,
         )
     if not agreed or ritz is None:
-        return None, None, report
-    return ritz, Eigenbasis(leading, values[kept].clone(), report.next_eigenvalue, born), report
+        return None, report
+    return Eigenbasis(leading, values[kept].clone(), report.next_eigenvalue, born), report
 
 
 def _select(ritz: Ritz, k: int, all_pairs: bool) -> list[int]:

@@ -13,7 +13,7 @@ from dho2_ds.hosts.base import Loss, scalar_loss
 from dho2_ds.sharding.layout import Layout, replicated
 from dho2_ds.sharding.redistribute import redistribute
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import flat_like, flat_view
+from dho2_ds.shards import flat_like, flat_view, running_offsets
 
 BUCKET = 1 << 21
 """Elements per collective bucket: 8 MB in float32, enough to reach the bandwidth of common links, and a bound on the
@@ -56,10 +56,10 @@ def reduce_into(
     Raises:
         BaseException: ``error`` on the rank that had one, RuntimeError on the others.
     """
+    segments = _by_name(layout)
     if reducer.world_size == 1:
         if error is not None:
             raise error
-        segments = _by_name(layout)
         for index, name in enumerate(names):
             grad = grads[index]
             grads[index] = None
@@ -68,7 +68,6 @@ def reduce_into(
                 for start, length, offset in segments.get(name, ()):
                     out[offset : offset + length].add_(flat[start : start + length])
         return
-    segments = _by_name(layout)
     first, begin = True, 0
     while begin < len(names) or first:
         end, size = begin, 0
@@ -128,7 +127,7 @@ def exact_operator(
     used = [index for index, grad in enumerate(grads) if grad is not None and grad.requires_grad]
     heads = [grad for grad in grads if grad is not None and grad.requires_grad]
     whole = replicated(sizes, len(layouts))
-    order = {name: offset for name, offset in zip(sizes, _offsets(sizes), strict=True)}
+    order = dict(zip(sizes, running_offsets(sizes.values()), strict=True))
 
     def differentiate(direction: Tensor, out: Tensor) -> None:
         full = redistribute(direction, layouts, whole, reducer.group, rank=reducer.rank)
@@ -157,14 +156,6 @@ def _no_second_derivative(error: RuntimeError) -> RuntimeError:
         f"curvature.hvp='exact': the model cannot be differentiated twice ({error}); set curvature.hvp to "
         "'finite_difference', which needs first derivatives only"
     )
-
-
-def _offsets(sizes: dict[str, int]) -> list[int]:
-    offsets, at = [], 0
-    for size in sizes.values():
-        offsets.append(at)
-        at += size
-    return offsets
 
 
 def _by_name(layout: Layout) -> dict[str, list[tuple[int, int, int]]]:

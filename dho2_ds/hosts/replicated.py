@@ -71,16 +71,12 @@ class ReplicatedHost(Host):
             param = self._masters[index] if whole else flat_view(self._masters[index].detach())[segment.start : stop]
             self.shards.append(Shard(param, owner[index], segment.offset))
             self._origin.append((index, segment.start, stop))
+        self._separate_masters = any(m is not w for m, w in zip(self._masters, self._weights, strict=True))
         self._backup: list[Tensor] = []
         self._state: ModelState | None = None
 
     def state_keys(self) -> list[tuple[Tensor, int, int]]:
         return [(self._masters[index], start, stop) for index, start, stop in self._origin]
-
-    @property
-    def separate_masters(self) -> bool:
-        """True when the optimizer updates copies of the module's parameters."""
-        return any(m is not w for m, w in zip(self._masters, self._weights, strict=True))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -137,7 +133,7 @@ class ReplicatedHost(Host):
             if direction is None:
                 target.copy_(self._backup[i])
                 continue
-            source = flat_view(shard.param.detach()) if self.separate_masters else self._backup[i]
+            source = flat_view(shard.param.detach()) if self._separate_masters else self._backup[i]
             step = direction[shard.offset : shard.offset + shard.numel]
             if target.dtype == step.dtype:
                 torch.add(source, step, alpha=eps, out=target)

@@ -18,7 +18,7 @@ from dho2_ds.hosts import full
 from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype, scalar_loss
 from dho2_ds.sharding.layout import Layout, Segment, concatenate
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard
+from dho2_ds.shards import consecutive, running_offsets
 
 
 class PartitionedHost(Host):
@@ -166,9 +166,19 @@ class PartitionedHost(Host):
     def _publish(self, index: int) -> None:
         """Copy shard ``index`` to its low-precision partition as the engine's own step would."""
 
-    @abstractmethod
     def _read_gradient(self, out: Tensor, weight: float) -> None:
         """Add ``weight`` times the reduced gradient partition that the engine holds to ``out``."""
+        for index, shard in enumerate(self.shards):
+            target = out[shard.offset : shard.offset + shard.numel]
+            if self.offload:
+                grad = shard.param.grad
+                assert grad is not None
+                target.add_(grad, alpha=weight)
+                continue
+            at = 0
+            for piece in self.wrapper.averaged_gradients[index]:
+                target[at : at + piece.numel()].add_(piece.reshape(-1), alpha=weight)
+                at += piece.numel()
 
     @abstractmethod
     def _clear_engine(self) -> None:
@@ -205,26 +215,10 @@ class ZeroHost(PartitionedHost):
             )
             for rank in range(world)
         ]
-        self.shards, begin = [], 0
-        for index, master in enumerate(masters):
-            self.shards.append(Shard(master, index, begin))
-            begin += master.numel()
+        self.shards = consecutive(masters, range(len(masters)))
 
     def _publish(self, index: int) -> None:
         self._partitions[index].data.copy_(self.shards[index].param.data)
-
-    def _read_gradient(self, out: Tensor, weight: float) -> None:
-        for index, shard in enumerate(self.shards):
-            target = out[shard.offset : shard.offset + shard.numel]
-            if self.offload:
-                grad = shard.param.grad
-                assert grad is not None
-                target.add_(grad, alpha=weight)
-                continue
-            at = 0
-            for piece in self.wrapper.averaged_gradients[index]:
-                target[at : at + piece.numel()].add_(piece.reshape(-1), alpha=weight)
-                at += piece.numel()
 
     def _clear_engine(self) -> None:
         wrapper = self.wrapper
@@ -242,16 +236,7 @@ class ZeroHost(PartitionedHost):
         wrapper.micro_step_id = -1
 
     def _after_weights_change(self) -> None:
-        from deepspeed.runtime.utils import all_gather_dp_groups
-
-        wrapper = self.wrapper
-        all_gather_dp_groups(
-            groups_flat=wrapper.bit16_groups_flat,
-            partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
-            dp_process_group=wrapper.real_dp_process_group,
-            start_alignment_factor=wrapper.nccl_start_alignment_factor,
-            allgather_bucket_size=wrapper.allgather_bucket_size,
-        )
+        _all_gather(self.wrapper, self.wrapper.bit16_groups_flat, self.wrapper.parallel_partitioned_bit16_groups)
 
 
 class BF16Host(ZeroHost):
@@ -261,7 +246,7 @@ class BF16Host(ZeroHost):
         wrapper = engine.optimizer
         PartitionedHost.__init__(self, "DeepSpeed BF16_Optimizer (ZeRO-1)", engine)
         groups = wrapper.bf16_groups
-        offsets = [_running(p.numel() for p in group) for group in groups]
+        offsets = [running_offsets(p.numel() for p in group) for group in groups]
         self._build(groups, offsets, wrapper.fp32_groups_flat_partition)
         self._partitions = [parts[self.reducer.rank] for parts in wrapper.bf16_partitioned_groups]
 
@@ -277,16 +262,20 @@ class BF16Host(ZeroHost):
         self.wrapper.zero_grad()
 
     def _after_weights_change(self) -> None:
-        from deepspeed.runtime.utils import all_gather_dp_groups
+        _all_gather(self.wrapper, self.wrapper.bf16_groups_flat, self.wrapper.bf16_partitioned_groups)
 
-        wrapper = self.wrapper
-        all_gather_dp_groups(
-            groups_flat=wrapper.bf16_groups_flat,
-            partitioned_param_groups=wrapper.bf16_partitioned_groups,
-            dp_process_group=wrapper.real_dp_process_group,
-            start_alignment_factor=wrapper.nccl_start_alignment_factor,
-            allgather_bucket_size=wrapper.allgather_bucket_size,
-        )
+
+def _all_gather(wrapper: Any, flat: list[Tensor], partitions: list[list[Tensor]]) -> None:
+    """Gather every rank's low-precision partition into the flat weights, as the engine does after its step."""
+    from deepspeed.runtime.utils import all_gather_dp_groups
+
+    all_gather_dp_groups(
+        groups_flat=flat,
+        partitioned_param_groups=partitions,
+        dp_process_group=wrapper.real_dp_process_group,
+        start_alignment_factor=wrapper.nccl_start_alignment_factor,
+        allgather_bucket_size=wrapper.allgather_bucket_size,
+    )
 
 
 def flat_partition(
@@ -307,12 +296,4 @@ def _offsets(wrapper: Any) -> list[list[int]]:
     recorded: list[list[int]] | None = getattr(wrapper, "round_robin_bit16_offsets", None)
     if recorded is not None:
         return recorded
-    return [_running(p.numel() for p in group) for group in wrapper.round_robin_bit16_groups]
-
-
-def _running(numels: Any) -> list[int]:
-    offsets, at = [], 0
-    for numel in numels:
-        offsets.append(at)
-        at += numel
-    return offsets
+    return [running_offsets(p.numel() for p in group) for group in wrapper.round_robin_bit16_groups]

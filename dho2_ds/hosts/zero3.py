@@ -11,7 +11,7 @@ from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.hosts.base import Loss
 from dho2_ds.hosts.zero import PartitionedHost
 from dho2_ds.sharding.layout import Layout, Segment, concatenate
-from dho2_ds.shards import Shard
+from dho2_ds.shards import consecutive
 
 
 class Zero3Host(PartitionedHost):
@@ -31,10 +31,8 @@ class Zero3Host(PartitionedHost):
             concatenate([self._sub_group_layout(group, rank) for group in groups])
             for rank in range(self.reducer.world_size)
         ]
-        self.shards, begin = [], 0
-        for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
-            self.shards.append(Shard(master, int(wrapper.sub_group_to_group_id[index]), begin))
-            begin += master.numel()
+        masters = wrapper.fp32_partitioned_groups_flat
+        self.shards = consecutive(masters, [int(wrapper.sub_group_to_group_id[i]) for i in range(len(masters))])
         self._partitions = list(wrapper.fp16_partitioned_groups_flat)
 
     def _sub_group_layout(self, params: Sequence[Any], rank: int) -> Layout:
@@ -58,19 +56,6 @@ class Zero3Host(PartitionedHost):
 
     def _publish(self, index: int) -> None:
         self.wrapper._reassign_or_swap_out_partitioned_parameters(index)
-
-    def _read_gradient(self, out: Tensor, weight: float) -> None:
-        for index, shard in enumerate(self.shards):
-            target = out[shard.offset : shard.offset + shard.numel]
-            if self.offload:
-                grad = shard.param.grad
-                assert grad is not None
-                target.add_(grad, alpha=weight)
-                continue
-            at = 0
-            for piece in self.wrapper.averaged_gradients[index]:
-                target[at : at + piece.numel()].add_(piece.reshape(-1), alpha=weight)
-                at += piece.numel()
 
     def _clear_engine(self) -> None:
         wrapper = self.wrapper
