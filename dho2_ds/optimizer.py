@@ -21,7 +21,7 @@ from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.monitor import chosen_route, logger, refresh_line, summary_line, write_events
-from dho2_ds.shards import flat_like, iter_params
+from dho2_ds.shards import iter_params
 from dho2_ds.update import AdaptiveUpdate, FosiUpdate, Rates
 
 _STEP_KEY = "dho2_step"
@@ -275,26 +275,22 @@ class DHO2(torch.optim.Optimizer):
         return True
 
     def _link_state(self) -> None:
-        """Let the base optimizer work on the state dictionaries that ``state_dict`` sees.
+        """Let the base optimizer work on the state dictionaries in ``self.state``.
 
         On replicated hosts a rank owns a slice of a parameter; state loaded for the whole parameter is cut here.
         """
         assert self._host is not None
+        keys = self._host.keys()
         if self._relink:
-            owned = {id(key) for key, _, _ in self._host.state_keys()}
+            owned = {id(key) for key in keys}
             for key in [key for key in self.state if id(key) not in owned]:
                 del self.state[key]  # another rank's share
-        for shard, (key, start, stop) in zip(self._host.shards, self._host.state_keys(), strict=True):
+        for index, (shard, key) in enumerate(zip(self._host.shards, keys, strict=True)):
             mine = self.state[key]
             if self._relink:
                 for name, value in mine.items():
-                    if isinstance(value, Tensor) and value.dim() and value.shape != shard.param.shape:
-                        if value.shape != key.shape:
-                            raise ValueError(
-                                f"state {name!r} has shape {tuple(value.shape)}: must be {tuple(key.shape)} (whole) or "
-                                f"({stop - start},) (this rank's slice); load this rank's checkpoint"
-                            )
-                        mine[name] = flat_like(value, key)[start:stop].clone()
+                    if isinstance(value, Tensor) and value.dim():
+                        mine[name] = self._host.absorb(index, value)
             if self._relink or not mine:
                 init_state(
                     self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum

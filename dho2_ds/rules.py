@@ -14,7 +14,7 @@ Cost of either: two passes over Q per step. Scratch: one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,13 +23,17 @@ from dho2_ds.base import Chunk
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.shards import Shard, chunk_size, flat_like, flat_view, working_dtype
 
+Dual = Callable[[Tensor, int], Tensor]
+"""``dual(x, start)``: x, local elements from ``start`` on, made ready for a sum over ranks; see ``Host.dual``."""
 
-def project(basis: Eigenbasis, chunks: Iterable[Chunk], *, roots: int) -> Tensor:
+
+def project(basis: Eigenbasis, chunks: Iterable[Chunk], dual: Dual, *, roots: int) -> Tensor:
     """Local part of ``Q u`` and ``||u||^2`` for the base optimizer's direction.
 
     Args:
         basis: k local rows.
         chunks: the rank's chunks after the base step.
+        dual: the host's.
         roots: 1 for ``adaptive`` (u = P^(1/2) m), 2 for ``fosi`` (u = P m, the base step without its lr).
 
     Returns:
@@ -41,8 +45,9 @@ def project(basis: Eigenbasis, chunks: Iterable[Chunk], *, roots: int) -> Tensor
         u = chunk.direction()
         for _ in range(roots):
             u = chunk.root(u)
-        total[:-1] += dot_rows(rows[:, chunk.start : chunk.stop], u)
-        total[-1] += torch.dot(u, u)
+        weighed = dual(u, chunk.start)
+        total[:-1] += dot_rows(rows[:, chunk.start : chunk.stop], weighed)
+        total[-1] += torch.dot(u, weighed)
     return total
 
 
@@ -124,7 +129,7 @@ def combine_rows(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence[Tensor | None]) -> Tensor:
+def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence[Tensor | None], dual: Dual) -> Tensor:
     """Local part of ``Q g`` and ``||g||^2``, (k + 1,) float64; shards without a gradient count as zero."""
     total = torch.zeros(basis.k + 1, dtype=torch.float64, device=basis.vectors.device)
     dtype = working_dtype([basis.vectors])
@@ -135,8 +140,9 @@ def project_gradient(basis: Eigenbasis, shards: Sequence[Shard], grads: Sequence
         for start in range(0, shard.numel, chunk_size(flat.device)):
             part = flat[start : start + chunk_size(flat.device)].to(dtype)
             at = shard.offset + start
-            total[:-1] += dot_rows(basis.vectors[:, at : at + part.numel()], part)
-            total[-1] += torch.dot(part, part)
+            weighed = dual(part, at)
+            total[:-1] += dot_rows(basis.vectors[:, at : at + part.numel()], weighed)
+            total[-1] += torch.dot(part, weighed)
     return total
 
 

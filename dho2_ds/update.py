@@ -42,7 +42,7 @@ class AdaptiveUpdate:
         base.step(groups, rates.lr_scale)
         if not rates.newton and rates.lr_scale == 1.0:
             return None  # the base optimizer moves everything as it would alone: nothing to correct
-        sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=1))
+        sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), host.dual, roots=1))
         c = sums[:-1]
         if rates.newton:
             a = rules.adaptive_coefficients(basis, c, lr=rates.lr, lr_scale=rates.lr_scale, alpha=rates.alpha)
@@ -71,14 +71,14 @@ class FosiUpdate:
         if self.velocity is None:
             self.velocity = rules.FosiVelocity(basis.k, basis.vectors.device)
         grads = [shard.param.grad for shard in host.shards]
-        sums = host.reducer.sum_(rules.project_gradient(basis, host.shards, grads))
+        sums = host.reducer.sum_(rules.project_gradient(basis, host.shards, grads, host.dual))
         velocity = self.velocity.update(sums[:-1], momentum=momentum, ema=self._ema)
         try:
             # The base optimizer sees the complement gradient; the user's own gradient tensors are not written to.
             for shard, grad in zip(host.shards, grads, strict=True):
                 shard.param.grad = None if grad is None else rules.complement(basis, shard, grad, sums[:-1])
             base.step(groups, rates.lr_scale)
-            moved = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), roots=2))
+            moved = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), host.dual, roots=2))
             a = rules.fosi_coefficients(
                 basis, velocity, moved[:-1] * rates.lr, lr_scale=rates.lr_scale, alpha=rates.alpha
             )
@@ -93,8 +93,8 @@ class FosiUpdate:
         if self.velocity is None or old is None:
             self.velocity = None
             return
-        overlap = new.vectors @ old.vectors.to(new.vectors.dtype).T
-        self.velocity.rotate(host.reducer.sum_(overlap.double()))
+        rows = torch.stack([new.vectors @ host.dual(row.to(new.vectors.dtype)) for row in old.vectors], dim=1)
+        self.velocity.rotate(host.reducer.sum_(rows.double()))
 
 
 def _share(sums: Tensor) -> Tensor:

@@ -73,18 +73,27 @@ class FiniteDifference:
         tolerance = CONVERGED if torch.finfo(dtype).bits >= 32 else 1e-2
         return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype], tolerance=tolerance)
 
-    def bind(self, accumulate: Accumulate, root: Root, reduce: Reduce) -> BoundFiniteDifference:
-        """An operator for one refresh."""
+    def bind(
+        self, accumulate: Accumulate, root: Root, reduce: Reduce, dual: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> BoundFiniteDifference:
+        """An operator for one refresh; ``dual`` as in :func:`dho2_ds.curvature.lanczos.lanczos`."""
         self.hvps = 0
         self.self_check = math.nan
-        return BoundFiniteDifference(self, accumulate, root, reduce)
+        return BoundFiniteDifference(self, accumulate, root, reduce, dual)
 
 
 class BoundFiniteDifference:
     """The operator of one refresh; ``matvec`` for :func:`dho2_ds.curvature.lanczos.lanczos`."""
 
-    def __init__(self, state: FiniteDifference, accumulate: Accumulate, root: Root, reduce: Reduce) -> None:
-        self.state, self._accumulate, self._root, self._reduce = state, accumulate, root, reduce
+    def __init__(
+        self,
+        state: FiniteDifference,
+        accumulate: Accumulate,
+        root: Root,
+        reduce: Reduce,
+        dual: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.state, self._accumulate, self._root, self._reduce, self._dual = state, accumulate, root, reduce, dual
         self._largest = 0.0
 
     def __call__(self, v: Tensor, growth: float | None) -> Tensor:
@@ -115,7 +124,7 @@ class BoundFiniteDifference:
         for _ in range(_CALIBRATIONS):
             partial: list[Tensor] = []
             product = self._product(v, eps, partial)
-            grown, gradient = self._reduce(torch.cat([_square(product), *partial])).sqrt().tolist()
+            grown, gradient = self._reduce(torch.cat([self._square(product), *partial])).sqrt().tolist()
             if not (math.isfinite(grown) and math.isfinite(gradient)):
                 eps /= 1e3
                 continue
@@ -137,7 +146,7 @@ class BoundFiniteDifference:
         state = self.state
         step = state.tau * state.gradient_norm / max(abs(theta), 1e-300) / 3
         product = self._product(v, step)
-        quotient = float(self._reduce(torch.dot(v, product).double().reshape(1)))
+        quotient = float(self._reduce(torch.dot(v, self._dual(product)).double().reshape(1)))
         state.self_check = abs(quotient - theta) / max(abs(theta), abs(quotient), 1e-300)
         if not state.self_check <= SELF_CHECK:
             low, high = state.bounds
@@ -152,10 +161,13 @@ class BoundFiniteDifference:
         out = torch.zeros_like(v)
         self._accumulate(direction, eps, out)
         if gradient_square is not None:
-            gradient_square.append(_square(self._root(out.clone())))
+            gradient_square.append(self._square(self._root(out.clone())))
         out.neg_()
         self._accumulate(direction, -eps, out)
         return self._root(out.mul_(-0.5 / eps))
+
+    def _square(self, x: Tensor) -> Tensor:
+        return torch.dot(x, self._dual(x)).double().reshape(1)
 
 
 @dataclass
@@ -175,7 +187,3 @@ class Exact:
         out = torch.zeros_like(v)
         self.differentiate(self.root(v.clone()), out)
         return self.root(out)
-
-
-def _square(x: Tensor) -> Tensor:
-    return torch.dot(x, x).double().reshape(1)

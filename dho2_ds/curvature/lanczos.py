@@ -72,6 +72,7 @@ def lanczos(
     wanted: int,
     first_product: Tensor | None = None,
     tolerance: float = CONVERGED,
+    dual: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Ritz:
     """Lanczos with full reorthogonalisation by classical Gram-Schmidt twice.
 
@@ -83,6 +84,7 @@ def lanczos(
         wanted: stop early once this many leading pairs have converged.
         first_product: A applied to the unit start vector, if the caller already has it; overwritten.
         tolerance: relative residual at which a pair counts as converged.
+        dual: makes ``reduce(dot(x, dual(y)))`` the global inner product; needed where ranks hold copies of an element.
 
     Returns:
         The Ritz pairs; ``eigenvalues``, ``residuals`` and ``coefficients`` are identical on all ranks because they
@@ -97,7 +99,7 @@ def lanczos(
     Source: Golub & Van Loan section 10.1; "twice is enough" (Parlett, Kahan); residual bound of Paige.
     """
     dtype = start.dtype
-    norm = math.sqrt(float(reduce(_dot(start, start))))
+    norm = math.sqrt(float(reduce(_dot(start, dual(start)))))
     if not math.isfinite(norm) or norm == 0.0:
         raise LanczosError(f"start vector has norm {norm}")
     basis = torch.empty((steps, start.numel()), dtype=dtype, device=start.device)
@@ -110,11 +112,13 @@ def lanczos(
     for j in range(steps):
         rows = basis[: j + 1]
         w = first_product if j == 0 and first_product is not None else matvec(basis[j], growth)
-        first = reduce((rows @ w).double())
+        first = reduce((rows @ dual(w)).double())
         w.addmv_(rows.T, first.to(dtype), alpha=-1)
         # The second pass brings ||w||^2 along; by Pythagoras it gives the norm after the second correction too,
         # which saves the third all-reduce of the textbook form.
-        second = reduce(torch.cat([(rows @ w).double(), _dot(w, w)]))
+        weighed = dual(w)
+        second = reduce(torch.cat([(rows @ weighed).double(), _dot(w, weighed)]))
+        del weighed
         w.addmv_(rows.T, second[:-1].to(dtype), alpha=-1)
         scalars = torch.stack([first[-1] + second[-2], second[-1] - second[:-1].square().sum()]).tolist()
         alpha, beta = scalars[0], math.sqrt(max(scalars[1], 0.0)) if math.isfinite(scalars[1]) else math.nan

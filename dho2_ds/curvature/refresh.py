@@ -92,7 +92,7 @@ def start_vector(
             total.add_(row.to(dtype), alpha=weight)
         parts.append(total)
     if parts:
-        squares = reduce(torch.stack([torch.dot(p, p).double() for p in parts]))
+        squares = reduce(torch.stack([torch.dot(p, host.dual(p)).double() for p in parts]))
         for part, square in zip(parts, squares.tolist(), strict=True):
             if square > 0 and math.isfinite(square):
                 start.add_(part, alpha=1.0 / math.sqrt(square))
@@ -145,7 +145,7 @@ def refresh(
     with host.evaluation():
         vectors = 4  # start or direction, product, one root copy, the hint
         transient = host.transient_bytes + vectors * numel * torch.finfo(dtype).bits // 8
-        finite = finite_difference.bind(lambda d, e, out: host.accumulate(losses, d, e, out), root, reduce)
+        finite = finite_difference.bind(lambda d, e, out: host.accumulate(losses, d, e, out), root, reduce, host.dual)
         exact = host.exact(losses, root) if route == "exact" else None
         spent = exact if exact is not None else finite_difference
         try:
@@ -153,7 +153,7 @@ def refresh(
             hint = None
             first: Tensor | None = None
             if exact is None:
-                norm = math.sqrt(float(reduce(torch.dot(start, start).double().reshape(1))))
+                norm = math.sqrt(float(reduce(torch.dot(start, host.dual(start)).double().reshape(1))))
                 start.div_(norm)
                 first = finite.calibrate(start, growth_guess)
             # Calibration's last product is Lanczos' first; one more is kept back for the self-check.
@@ -168,6 +168,7 @@ def refresh(
                 wanted=min(k + 1, host.numel),
                 first_product=first,
                 tolerance=CONVERGED if exact is not None else finite_difference.tolerance,
+                dual=host.dual,
             )
             del start, first
             kept = _select(ritz, k, all_pairs)
@@ -180,14 +181,14 @@ def refresh(
             if kept:
                 if len(kept) < len(leading):  # a gap: an unconverged pair lies between kept ones
                     leading = leading[kept]
-                gram = reduce((leading @ leading.T).double())
+                gram = reduce(torch.stack([leading @ host.dual(row) for row in leading]).double())
                 error = float((gram - torch.eye(len(kept), dtype=gram.dtype, device=gram.device)).abs().max())
                 if not error <= ORTHONORMAL:
                     reason = reason or f"eigenvectors are not orthonormal (error {error:.1e})"
         except LanczosError as problem:
             ritz, kept, reason = None, [], str(problem)
         values = ritz.eigenvalues if ritz is not None else torch.zeros(0, dtype=torch.float64)
-        agreed = host.reducer.agree(not reason, values.to(host.reducer.device) if not reason else None)
+        agreed = host.agreement.agree(not reason, values.to(host.reducer.device) if not reason else None)
         if not agreed and not reason:
             reason = "ranks disagree"
         report = Refresh(

@@ -28,6 +28,7 @@ class Host(ABC):
         sizes: {parameter name: numel} of every parameter this optimizer trains, in model order, global.
         layouts: one :class:`Layout` per rank of the sharding group.
         reducer: sums over the sharding group.
+        agreement: decisions that all ranks share, replicas of a shard included; by default the reducer.
         shards: this rank's dense local weights, ascending offsets.
     """
 
@@ -37,6 +38,9 @@ class Host(ABC):
     layouts: Sequence[Layout]
     reducer: Reducer
     shards: list[Shard]
+
+    state_outside = False
+    """True when the eigenbasis is checkpointed beside the optimizer's state dict (DeepSpeed), not in it."""
 
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
@@ -51,9 +55,52 @@ class Host(ABC):
         """Parameters over all ranks, padding not counted."""
         return sum(self.sizes.values())
 
-    def state_keys(self) -> list[tuple[Tensor, int, int]]:
-        """Per shard: the optimizer's parameter it belongs to and the flat interval of it that the shard covers."""
-        return [(shard.param, 0, shard.numel) for shard in self.shards]
+    @property
+    def agreement(self) -> Reducer:
+        """Where all ranks decide together."""
+        return self.reducer
+
+    def dual(self, x: Tensor, start: int = 0) -> Tensor:
+        """``x``, local elements from ``start`` on, each divided by the number of ranks of the group that hold it.
+
+        Then ``sum over ranks of dot(y, dual(x))`` is the global inner product also where some parameters are
+        replicated inside the group (tensor-parallel norms). ``x`` itself, not a copy, where nothing is.
+        """
+        return x
+
+    # -- state: what a state dict shows and takes -----------------------------------------------------------------
+
+    def keys(self) -> list[Tensor]:
+        """Per shard: the tensor of the param groups that it belongs to."""
+        return [shard.param for shard in self.shards]
+
+    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A local vector as state entries: (key, tensor shaped like the key), views where possible.
+
+        A collective on hosts whose keys are wider than a rank's share (DDP): every rank gets all entries, whole.
+        """
+        return [
+            (key, _shaped(local[shard.offset : shard.offset + shard.numel], key))
+            for key, shard in zip(self.keys(), self.shards, strict=True)
+        ]
+
+    def absorb(self, index: int, value: Tensor) -> Tensor:
+        """This rank's part of a state entry of ``keys()[index]``, shaped like the shard; the reverse of ``expose``.
+
+        Raises:
+            ValueError: the entry has neither the key's nor the shard's shape.
+        """
+        shard = self.shards[index]
+        if value.shape != shard.param.shape:
+            raise ValueError(
+                f"state of shape {tuple(value.shape)}: must be {tuple(shard.param.shape)}, this rank's share; load "
+                "this rank's checkpoint"
+            )
+        return value
+
+    def current(self, groups: list[dict[str, Any]]) -> bool:
+        """False when the param groups hold other tensors than this host was built for, so it must be built anew."""
+        return True
 
     # -- one training step --------------------------------------------------------------------------------------
 
@@ -98,6 +145,11 @@ class Host(ABC):
     @abstractmethod
     def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
         """An operator on a retained graph of ``losses``; inside :meth:`evaluation`."""
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat tensor in storage order as a view with the shape and strides of ``like``."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 class ModelState:

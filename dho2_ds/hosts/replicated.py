@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.hosts import full
 from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
-from dho2_ds.sharding.layout import flat_slices
+from dho2_ds.sharding.layout import flat_slices, replicated
+from dho2_ds.sharding.redistribute import redistribute
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard, flat_like, flat_view
+from dho2_ds.shards import Shard, flat_like, flat_view, iter_params
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it and warns about the old name."""
@@ -48,6 +49,7 @@ class ReplicatedHost(Host):
     ) -> None:
         self.name, self.module = name, module
         self.reducer = Reducer(group)
+        self._for = [id(p) for own in masters for p in own]
         named = {id(p): key for key, p in module.named_parameters()}
         self._masters: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -75,8 +77,34 @@ class ReplicatedHost(Host):
         self._backup: list[Tensor] = []
         self._state: ModelState | None = None
 
-    def state_keys(self) -> list[tuple[Tensor, int, int]]:
-        return [(self._masters[index], start, stop) for index, start, stop in self._origin]
+    def keys(self) -> list[Tensor]:
+        return [self._masters[index] for index, _, _ in self._origin]
+
+    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Whole entries on every rank: one all-to-all of n elements; transient and result n on each."""
+        if self.reducer.world_size == 1:
+            return super().expose(local)
+        whole = redistribute(local, self.layouts, replicated(self.sizes, self.reducer.world_size), self.reducer.group)
+        parts = torch.split(whole, [p.numel() for p in self._masters])
+        return [
+            (p, part.as_strided(p.shape, p.stride(), part.storage_offset()))
+            for p, part in zip(self._masters, parts, strict=True)
+        ]
+
+    def absorb(self, index: int, value: Tensor) -> Tensor:
+        key, start, stop = self._origin[index]
+        master = self._masters[key]
+        if value.shape == self.shards[index].param.shape:
+            return value
+        if value.shape != master.shape:
+            raise ValueError(
+                f"state of shape {tuple(value.shape)}: must be {tuple(master.shape)} (whole) or "
+                f"({stop - start},) (this rank's slice)"
+            )
+        return flat_like(value, master)[start:stop].clone()
+
+    def current(self, groups: list[dict[str, Any]]) -> bool:
+        return self._for == [id(p) for p in iter_params(groups)]
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class PartitionedHost(Host):
     shard) in ``__init__``.
     """
 
+    state_outside = True
     _partitions: list[Tensor]
 
     def __init__(self, name: str, engine: Any) -> None:
@@ -78,9 +80,28 @@ class PartitionedHost(Host):
             return None
         for index, grad in self._pending.items():
             self.shards[index].param.grad = grad
+            self._clear_padding(index, grad)
         if len(groups) > len(self._groups):
             return groups
         return [self._groups[index] for index in sorted(self._groups)]
+
+    def _clear_padding(self, index: int, values: Tensor | None) -> None:
+        """DeepSpeed leaves the padding of gradients and weights uninitialised; a NaN there would spread by sums."""
+        if values is not None:
+            for low, high in self._padding[index]:
+                values[low:high].zero_()
+
+    @cached_property
+    def _padding(self) -> list[list[tuple[int, int]]]:
+        """Per shard its padding intervals."""
+        found: list[list[tuple[int, int]]] = []
+        for shard in self.shards:
+            cut = [
+                (max(begin - shard.offset, 0), min(end - shard.offset, shard.numel))
+                for begin, end in self.layout.padding()
+            ]
+            found.append([(low, high) for low, high in cut if low < high])
+        return found
 
     def publish(self) -> None:
         """Refresh the low-precision copies of all shards but the last, which the engine copies itself right after."""

@@ -34,6 +34,9 @@ class Zero3Host(PartitionedHost):
         masters = wrapper.fp32_partitioned_groups_flat
         self.shards = consecutive(masters, [int(wrapper.sub_group_to_group_id[i]) for i in range(len(masters))])
         self._partitions = list(wrapper.fp16_partitioned_groups_flat)
+        for index, master in enumerate(masters):
+            self._clear_padding(index, master.data)
+            self._clear_padding(index, self._partitions[index].data)
 
     def _sub_group_layout(self, params: Sequence[Any], rank: int) -> Layout:
         """Each parameter takes ``partition_numel`` slots on every rank; the last ranks' slots may be padding."""
