@@ -218,7 +218,8 @@ class DHO2(torch.optim.Optimizer):
         packed: dict[str, Any] = super().state_dict()
         if self.config.num_eigenvectors == 0 or not self._stateful:
             return packed
-        packed["state"] = self._visible_state()
+        if self._host is None or self._host.gathers or not self._host.state_outside:
+            packed["state"] = self._visible_state()
         defaults = torch_group_keys(self.config.base, self.param_groups[0])
         packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
         first = packed["param_groups"][0]
@@ -280,18 +281,53 @@ class DHO2(torch.optim.Optimizer):
         if self._host is not None and self._stateful:
             self._link_state()
 
-    def restore_eigenbasis(self, rows: dict[int, dict[int, Tensor]]) -> None:
-        """Give the eigenvectors that belong to the checkpoint just loaded, from wherever they were kept.
+    def save_eigenbasis(self, write: Callable[..., None]) -> None:
+        """Let ``write(rank, layouts, sizes, record, rows)`` keep this rank's rows; nothing to do without a basis.
 
-        Args:
-            rows: {index of a shard: {row: (numel,) local tensor}}; missing ones mean that the basis is not used.
+        Collective. Raises on every rank if one of them could not write.
         """
-        assert self._host is not None and self._base is not None
-        if self._loaded is not None:
-            problem = self._space.restore(self._host, self._base, self._loaded[0], rows)
-            self._loaded = None
-            if problem:
-                logger.warning("the checkpoint's eigenbasis is not used: %s", problem)
+        host = self._host
+        assert host is not None
+        self._link_state()
+        self._space.verify(host)
+        if self._space.basis is None:
+            return
+        error: Exception | None = None
+        try:
+            write(host.reducer.rank, host.layouts, host.sizes, self._record(), self._space.basis.vectors)
+        except Exception as caught:  # raised below, on every rank together
+            error = caught
+        if not host.agreement.agree(error is None):
+            raise error or RuntimeError("the eigenbasis could not be saved on another rank; see that rank's error")
+
+    def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
+        """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.
+
+        If it cannot be read the reason is logged and training goes on without it; see :meth:`Eigenspace.verify`.
+        """
+        host = self._host
+        assert host is not None
+        self._link_state()
+        if self._loaded is None or not self._loaded[0].kept:
+            return
+        rows: dict[int, dict[int, Tensor]] = {}
+        try:
+            local = read(host.layout, host.sizes, self._loaded[0])
+            rows = {
+                i: dict(enumerate(local[:, shard.offset : shard.offset + shard.numel]))
+                for i, shard in enumerate(host.shards)
+            }
+        except ValueError as error:
+            logger.warning("eigenbasis not loaded; training goes on first-order until the next refresh: %s", error)
+        self._restore(rows)
+
+    def _restore(self, rows: dict[int, dict[int, Tensor]]) -> None:
+        """Install the rows that belong to the record just loaded: {index of a shard: {row: its part}}."""
+        assert self._host is not None and self._base is not None and self._loaded is not None
+        problem = self._space.restore(self._host, self._base, self._loaded[0], rows)
+        self._loaded = None
+        if problem and rows:
+            logger.warning("the checkpoint's eigenbasis is not used: %s", problem)
 
     def _record(self) -> Record:
         due, fd = self._schedule.due_since, self._finite_difference
@@ -332,7 +368,8 @@ class DHO2(torch.optim.Optimizer):
 
     def consolidate(self) -> None:
         """Keep a state dict for whoever asks on one rank only, until :meth:`release`. Collective."""
-        self._consolidated = self.state_dict()
+        if self._host is not None and self._host.gathers:
+            self._consolidated = self.state_dict()
 
     def release(self) -> None:
         """Undo :meth:`consolidate`."""
@@ -454,7 +491,7 @@ class DHO2(torch.optim.Optimizer):
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
             found = self._loaded[1]
-            self.restore_eigenbasis(
+            self._restore(
                 {
                     index: {i: self._host.absorb(index, row) for i, row in found.get(id(key), {}).items()}
                     for index, key in enumerate(keys)

@@ -42,6 +42,11 @@ class Host(ABC):
     state_outside = False
     """True when the eigenbasis is checkpointed beside the optimizer's state dict (DeepSpeed), not in it."""
 
+    @property
+    def gathers(self) -> bool:
+        """True when :meth:`expose` is a collective, because a state entry is wider than this rank's share."""
+        return False
+
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
 

@@ -80,6 +80,10 @@ class ReplicatedHost(Host):
     def keys(self) -> list[Tensor]:
         return [self._masters[index] for index, _, _ in self._origin]
 
+    @property
+    def gathers(self) -> bool:
+        return self.reducer.world_size > 1
+
     def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Whole entries on every rank: one all-to-all of n elements; transient and result n on each."""
         if self.reducer.world_size == 1:
@@ -105,7 +109,7 @@ class ReplicatedHost(Host):
         return [(p, value.float()) for p, value in zip(self._masters, known.cpu(), strict=True)]
 
     def meet(self, what: str) -> None:
-        if self.reducer.world_size > 1:
+        if self.gathers:
             meet(self.reducer.group, what)
 
     def _common_dtype(self, parts: Sequence[Tensor]) -> torch.dtype:
