@@ -266,6 +266,9 @@ class DHO2(torch.optim.Optimizer):
         self._groups = self.param_groups
         if self.config.num_eigenvectors == 0:
             return
+        for mine in self.state.values():
+            if isinstance(mine.get(STEP), Tensor):  # DeepSpeed's universal loader shares one between all sub-groups
+                mine[STEP] = mine[STEP].clone()
         self._stateful = any(len(s) for s in self.state.values())
         self._relink = True
         self._space.drop()
