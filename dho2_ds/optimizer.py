@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dho2_ds.base import STEP, BaseOptimizer, init_state, torch_optimizer
 from dho2_ds.checkpoint import (
+    COUNTERS,
     GROUPS,
     ROW,
     Record,
@@ -218,12 +220,12 @@ class DHO2(torch.optim.Optimizer):
             self._link_state()
             self._host.meet("DHO2.state_dict()")
         packed: dict[str, Any] = super().state_dict()
+        defaults = torch_group_keys(self.config.base, self.param_groups[0])
+        packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
         if self.config.num_eigenvectors == 0 or not self._stateful:
             return packed
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
-        defaults = torch_group_keys(self.config.base, self.param_groups[0])
-        packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
         first = packed["param_groups"][0]
         first.update(self._record().pack(self.config.num_eigenvectors))
         if self._host is not None and self._host.state_outside:
@@ -259,6 +261,7 @@ class DHO2(torch.optim.Optimizer):
         Args:
             rows: {id of a parameter: {row: eigenvector, shaped like the parameter's state}}; None: none yet.
         """
+        had_curvature = COUNTERS in self.param_groups[0] or any((rows or {}).values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
         for group, saved in zip(self.param_groups, hyper, strict=False):
@@ -277,11 +280,16 @@ class DHO2(torch.optim.Optimizer):
         self._space.drop()
         self._schedule.due_since, self._step, self._finite_difference = None, 0, None
         if record is not None:
-            self._step, self._reference_lr = int(record.step), record.reference_lr
+            self._step, self._reference_lr = int(record.step), record.reference_lr or self._reference_lr
             self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
             self._totals = {key: int(getattr(record, key)) for key in self._totals}
             self._difference_state = (record.tau, record.gradient_norm, record.growth)
             self._loaded = (record, rows or {})
+        elif had_curvature:
+            logger.warning(
+                "the checkpoint's curvature entries (dho2_*) are missing or damaged: the base optimizer goes on alone "
+                "until the next refresh, and the refresh schedule starts anew"
+            )
         if self._base is not None:
             self._base.forget_steps()
         if self._host is not None and self._stateful:
@@ -507,12 +515,16 @@ class DHO2(torch.optim.Optimizer):
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
             found = self._loaded[1]
-            self._restore(
-                {
-                    index: {i: self._host.absorb(index, row) for i, row in found.get(id(key), {}).items()}
-                    for index, key in enumerate(keys)
-                }
-            )
+            self._restore({i: self._absorb_rows(i, found.get(id(key), {})) for i, key in enumerate(keys)})
+
+    def _absorb_rows(self, index: int, rows: dict[int, Tensor]) -> dict[int, Tensor]:
+        """This rank's part of loaded eigenvectors; those of another shape are left out."""
+        assert self._host is not None
+        mine = {}
+        for i, row in rows.items():
+            with contextlib.suppress(ValueError):
+                mine[i] = self._host.absorb(index, row)
+        return mine
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
