@@ -71,6 +71,7 @@ class DHO2(torch.optim.Optimizer):
         self._host: Host | None = None
         self._hook: RemovableHandle | None = None
         self._source: Callable[[], Sequence[Loss]] | None = None
+        self._rebuild: Callable[[], Host] | None = None
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
         self._original = [id(p) for p in iter_params(self.param_groups)]
@@ -198,8 +199,15 @@ class DHO2(torch.optim.Optimizer):
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bind(self, host: Host, source: Callable[[], Sequence[Loss]] | None) -> None:
+    def bind(
+        self,
+        host: Host,
+        source: Callable[[], Sequence[Loss]] | None,
+        rebuild: Callable[[], Host] | None = None,
+    ) -> None:
         """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
+
+        ``rebuild`` makes the host anew when the parameters in the param groups were replaced (Accelerate does that).
 
         Raises:
             ConfigError: a setting cannot work on this host.
@@ -207,7 +215,7 @@ class DHO2(torch.optim.Optimizer):
         self._check_k(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
-        self._host, self._source = host, source
+        self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
         self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
@@ -242,15 +250,16 @@ class DHO2(torch.optim.Optimizer):
 
     def _check_params(self) -> None:
         trainable = [p for p in iter_params(self.param_groups) if p.requires_grad]
-        if not trainable:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not trainable and not several:
             raise ConfigError("params: must hold a parameter with requires_grad=True; unfreeze one")
         for p in trainable:
             if p.is_complex():
                 raise ConfigError(f"params: a parameter has dtype {p.dtype}: must be real; use torch.view_as_real")
             if p.is_sparse or p.layout != torch.strided:
                 raise ConfigError(f"params: a parameter has layout {p.layout}: must be dense; call .to_dense()")
-        numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable)
-        self._check_k(numel)
+        if not several:  # else a rank may see a part, or none, of the parameters; `bind` knows them all
+            self._check_k(sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable))
 
     def _check_k(self, numel: int) -> None:
         if self.config.num_eigenvectors >= max(numel, 1):
@@ -310,6 +319,11 @@ class DHO2(torch.optim.Optimizer):
         self._plain.step()
 
     def _hybrid_step(self, host: Host) -> None:
+        if self._rebuild is not None and not host.current(self.param_groups):
+            known, host = host.layout, self._rebuild()
+            self.bind(host, self._source, self._rebuild)
+            if host.layout != known:
+                self._basis, self._update = None, self._new_update()
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
