@@ -127,12 +127,12 @@ class FSDP1Host(ShardedModelHost):
 
     def _in_model_order(self, module: nn.Module) -> dict[str, int]:
         """{name: numel} of what the optimizer trains, in the order of the unwrapped model's parameters."""
-        found: dict[int, list[tuple[str, int]]] = {}
+        found: dict[int, list[tuple[int, str, int]]] = {}
         for unit, only in self._held:
             infos = unit.handle.flat_param._param_infos
             for index in range(len(unit.names)) if only is None else [only]:
-                found.setdefault(id(infos[index].module), []).append((unit.names[index], unit.numels[index]))
-        return {name: numel for m in module.modules() for name, numel in found.get(id(m), ())}
+                found.setdefault(id(infos[index].module), []).append((index, unit.names[index], unit.numels[index]))
+        return {name: numel for m in module.modules() for _, name, numel in sorted(found.get(id(m), ()))}
 
     def _layout_of(self, rank: int) -> Layout:
         parts = []
