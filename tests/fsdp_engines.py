@@ -240,18 +240,8 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
 
     if any(isinstance(m, FSDP) for m in module.modules()):
         with FSDP.summon_full_params(module, writeback=False):
-            return {clean_name(n): p.detach().clone() for n, p in _plain_parameters(module)}
+            return {clean_name(n): p.detach().clone() for n, p in module.named_parameters()}
     return {clean_name(n).removeprefix("module."): full(p.detach()).clone() for n, p in module.named_parameters()}
-
-
-def _plain_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters inside ``summon_full_params``; under ``use_orig_params=False`` they are plain tensor attributes."""
-    found = []
-    for prefix, m in module.named_modules():
-        found += [
-            (f"{prefix}.{key}", getattr(m, key)) for key in ("weight", "bias") if getattr(m, key, None) is not None
-        ]
-    return found
 
 
 def train_worker(

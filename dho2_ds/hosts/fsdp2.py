@@ -154,9 +154,15 @@ class FSDP2Host(ShardedModelHost):
             yield from groups
 
     def _unreduced(self) -> bool:
+        """A gradient waits in the gathered parameter, or beside it when reduced in another precision; under HSDP also
+        in its group, reduced over the shards only."""
         return any(
             getattr(group, "_partial_reduce_output", None) is not None
-            or any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in group.fsdp_params)
+            or any(
+                getattr(p, "unsharded_accumulated_grad", None) is not None
+                or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+                for p in group.fsdp_params
+            )
             for group in self._fsdp_param_groups()
         )
 
