@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dho2_ds import engine_checkpoint
+
 if TYPE_CHECKING:
     from dho2_ds.optimizer import DHO2
 
 
 def allow_under_deepspeed(cls: type) -> None:
-    """Add the class to DeepSpeed's list of optimizers known to work under ZeRO, if DeepSpeed is loaded."""
+    """Add the class to DeepSpeed's list of optimizers known to work under ZeRO, if DeepSpeed is loaded, and let its
+    engines checkpoint the eigenbasis."""
     utils = sys.modules.get("deepspeed.runtime.zero.utils")
     supported = getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
     if isinstance(supported, list) and cls not in supported:
         supported.append(cls)
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    if isinstance(engine, type):
+        engine_checkpoint.install(engine)
 
 
 def watch_for_engine(optimizer: DHO2) -> None:

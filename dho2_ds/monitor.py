@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch.distributed as dist
+
 from dho2_ds.config import CurvatureConfig, DHO2Config
 from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps
 
@@ -16,6 +18,11 @@ if not logger.handlers and not logging.getLogger().handlers:
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def is_main() -> bool:
+    """True on the one rank that speaks for all."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def human_bytes(count: float) -> str:

@@ -11,20 +11,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dho2_ds.base import BaseOptimizer, init_state, torch_optimizer
+from dho2_ds.base import STEP, BaseOptimizer, init_state, torch_optimizer
+from dho2_ds.checkpoint import (
+    GROUPS,
+    ROW,
+    Record,
+    check_groups,
+    normalise,
+    state_names,
+    strip,
+    take_rows,
+    torch_group_keys,
+)
 from dho2_ds.config import ConfigError, check_group_options, parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps, refresh
 from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
+from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import chosen_route, logger, refresh_line, summary_line, write_events
-from dho2_ds.shards import iter_params
-from dho2_ds.update import AdaptiveUpdate, FosiUpdate, Rates
+from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, summary_line, write_events
+from dho2_ds.shards import iter_params, local_part
+from dho2_ds.update import Rates
 
-_STEP_KEY = "dho2_step"
 _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
 
 
@@ -82,13 +93,14 @@ class DHO2(torch.optim.Optimizer):
         self._step = 0
         self._schedule = Schedule(config.curvature.warmup_steps, config.curvature.interval)
         self._relink = True
-        self._basis: Eigenbasis | None = None
-        self._storage: Tensor | None = None
-        self._update = self._new_update()
+        self._space = Eigenspace(config)
         self._finite_difference: FiniteDifference | None = None
         self._captured: Tensor | None = None
         self._lr_scale = 1.0
-        self._expired = False
+        self._stateful = False
+        self._loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None = None
+        self._difference_state: tuple[float, float, float] | None = None
+        self._consolidated: dict[str, Any] | None = None
         self._totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
         self._last: Refresh | None = None
         self._announced = False
@@ -115,7 +127,7 @@ class DHO2(torch.optim.Optimizer):
                 loss = closure()
         if self.config.num_eigenvectors == 0:
             self._plain_step()
-        elif self._host is not None or not self._is_initialising_step():
+        elif not self._is_initialising_step():
             self._hybrid_step(self._host or self._bind_default())
         return loss
 
@@ -131,7 +143,7 @@ class DHO2(torch.optim.Optimizer):
             on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh`` (why it was accepted or not). Reading
             it synchronises with the device.
         """
-        basis, last = self._basis, self._last
+        basis, last = self._space.basis, self._last
         tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0]
         return {
             "steps": self._step,
@@ -140,9 +152,9 @@ class DHO2(torch.optim.Optimizer):
             "residuals": last.residuals if last is not None and last.accepted else [],
             "next_eigenvalue": basis.next_eigenvalue if basis is not None else None,
             "lr_scale": self._lr_scale,
-            "age": self._step - basis.born if basis is not None else None,
+            "age": self._space.age(self._step),
             "captured_fraction": float(self._captured) if self._captured is not None else None,
-            "bytes_basis": self._storage.numel() * self._storage.element_size() if self._storage is not None else 0,
+            "bytes_basis": self._space.bytes,
             "bytes_transient": last.transient_bytes if last is not None else 0,
             "bytes_base": sum(t.numel() * t.element_size() for t in tensors),
             "route": self.route if self._host is not None else None,
@@ -166,7 +178,7 @@ class DHO2(torch.optim.Optimizer):
                 f"{host.layout.numel}); pass this rank's columns"
             )
         values = torch.tensor(list(eigenvalues), dtype=torch.float64)
-        self._install(Eigenbasis(eigenvectors, values, next_eigenvalue, self._step))
+        self._space.install(host, Eigenbasis(eigenvectors, values, next_eigenvalue, self._step))
 
     @property
     def route(self) -> str:
@@ -188,14 +200,184 @@ class DHO2(torch.optim.Optimizer):
         """True when the next training forward of the attached model will refresh the curvature first."""
         return self._schedule.due_since is not None
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict of the base optimizer, plus the eigenbasis (see :mod:`dho2_ds.checkpoint`).
+
+        Every entry is shaped like its parameter, so torch.save, FSDP's and torch.distributed.checkpoint's functions
+        work as on torch's optimizers. Under ``DistributedDataParallel`` each rank owns a slice of the state: there
+        this is a **collective** that gives every rank all of it ((k + 2) n numbers), so call it on every rank and save
+        on one. Under DeepSpeed use ``engine.save_checkpoint``, which keeps the eigenbasis in files beside.
+
+        Raises:
+            RuntimeError: another rank did not call it within a minute.
+        """
+        if self._consolidated is not None:
+            return self._consolidated
+        if self._host is not None and self._stateful:
+            self._link_state()
+            self._host.meet("DHO2.state_dict()")
+        packed: dict[str, Any] = super().state_dict()
+        if self.config.num_eigenvectors == 0 or not self._stateful:
+            return packed
+        if self._host is None or self._host.gathers or not self._host.state_outside:
+            packed["state"] = self._visible_state()
+        defaults = torch_group_keys(self.config.base, self.param_groups[0])
+        packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
+        first = packed["param_groups"][0]
+        first.update(self._record().pack(self.config.num_eigenvectors))
+        if self._host is not None and self._host.state_outside:
+            # DeepSpeed's universal loader for ZeRO-3 gives every group the first one's hyper-parameters.
+            first[GROUPS] = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load base state (as torch does). The eigenbasis is not part of it: it is rebuilt at the next refresh."""
+        """Load base state as torch does, and the eigenbasis if there is one and it fits.
+
+        A checkpoint of torch's AdamW (Adam, SGD: whatever ``base`` is) is continued with curvature from here on. State
+        keeps the precision it was saved in.
+
+        Raises:
+            ConfigError: the checkpoint's optimizer is not like the base.
+        """
+        check_groups(state_dict["param_groups"], self.config.base, set(self.defaults) - {"nesterov"})
         super().load_state_dict(state_dict)
-        self._step = int(self.param_groups[0].get(_STEP_KEY, self._step))
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        rows: dict[int, dict[int, Tensor]] = {}
+        for saved_id, (p, group) in zip(saved_ids, params, strict=True):
+            if p in self.state:
+                normalise(self.state[p], state_dict["state"].get(saved_id, {}), group)
+                rows[id(p)] = take_rows(self.state[p])
+        self.adopt(rows)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def adopt(self, rows: dict[int, dict[int, Tensor]] | None = None) -> None:
+        """Take over param groups and state that were just replaced from outside (a checkpoint was loaded).
+
+        Args:
+            rows: {id of a parameter: {row: eigenvector, shaped like the parameter's state}}; None: none yet.
+        """
+        record = Record.take(self.param_groups[0])
+        hyper = self.param_groups[0].pop(GROUPS, None) or []
+        for group, saved in zip(self.param_groups, hyper, strict=False):
+            group.update(saved)
+        for group in self.param_groups:
+            strip(group, keep=set(self.defaults))
+        self._groups = self.param_groups
+        if self.config.num_eigenvectors == 0:
+            return
+        for mine in self.state.values():
+            if isinstance(mine.get(STEP), Tensor):  # DeepSpeed's universal loader shares one between all sub-groups
+                mine[STEP] = mine[STEP].clone()
+        self._stateful = any(len(s) for s in self.state.values())
         self._relink = True
-        self._basis, self._update, self._lr_scale = None, self._new_update(), 1.0
+        self._space.drop()
+        self._schedule.due_since, self._step, self._finite_difference = None, 0, None
+        if record is not None:
+            self._step, self._reference_lr = int(record.step), record.reference_lr
+            self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
+            self._totals = {key: int(getattr(record, key)) for key in self._totals}
+            self._difference_state = (record.tau, record.gradient_norm, record.growth)
+            self._loaded = (record, rows or {})
         if self._base is not None:
             self._base.forget_steps()
+        if self._host is not None and self._stateful:
+            self._link_state()
+
+    def save_eigenbasis(self, write: Callable[..., None]) -> None:
+        """Let ``write(rank, layouts, sizes, record, rows)`` keep this rank's rows; nothing to do without a basis.
+
+        Collective. Raises on every rank if one of them could not write.
+        """
+        host = self._host
+        assert host is not None
+        self._link_state()
+        self._space.verify(host)
+        if self._space.basis is None:
+            return
+        error: Exception | None = None
+        try:
+            write(host.reducer.rank, host.layouts, host.sizes, self._record(), self._space.basis.vectors)
+        except Exception as caught:  # raised below, on every rank together
+            error = caught
+        if not host.agreement.agree(error is None):
+            raise error or RuntimeError("the eigenbasis could not be saved on another rank; see that rank's error")
+
+    def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
+        """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.
+
+        If it cannot be read the reason is logged and training goes on without it; see :meth:`Eigenspace.verify`.
+        """
+        host = self._host
+        assert host is not None
+        self._link_state()
+        if self._loaded is None or not self._loaded[0].kept:
+            return
+        rows: dict[int, dict[int, Tensor]] = {}
+        try:
+            local = read(host.layout, host.sizes, self._loaded[0])
+            rows = {
+                i: dict(enumerate(local[:, shard.offset : shard.offset + shard.numel]))
+                for i, shard in enumerate(host.shards)
+            }
+        except ValueError as error:
+            logger.warning("eigenbasis not loaded; training goes on first-order until the next refresh: %s", error)
+        self._restore(rows)
+
+    def _restore(self, rows: dict[int, dict[int, Tensor]]) -> None:
+        """Install the rows that belong to the record just loaded: {index of a shard: {row: its part}}."""
+        assert self._host is not None and self._base is not None and self._loaded is not None
+        problem = self._space.restore(self._host, self._base, self._loaded[0], rows)
+        self._loaded = None
+        if problem and rows:
+            logger.warning("the checkpoint's eigenbasis is not used: %s", problem)
+
+    def _record(self) -> Record:
+        due, fd = self._schedule.due_since, self._finite_difference
+        record = Record.of(self.config.rule, self.config.base)
+        record.step, record.due_since = self._step, -1 if due is None else due
+        record.reference_lr = self._reference_lr
+        for key, total in self._totals.items():
+            setattr(record, key, total)
+        if fd is not None:
+            record.tau, record.gradient_norm, record.growth = fd.tau, fd.gradient_norm, fd.growth
+        elif self._difference_state is not None:
+            record.tau, record.gradient_norm, record.growth = self._difference_state
+        self._space.describe(record)
+        return record
+
+    def _visible_state(self) -> dict[Any, dict[str, Any]]:
+        """{index of a parameter: its state}, every entry whole as the engine's own optimizers have it."""
+        host, base, k = self._host, self._base, self.config.num_eigenvectors
+        index = {id(p): i for i, p in enumerate(iter_params(self.param_groups))}
+        shown: dict[Any, dict[str, Any]] = defaultdict(dict)
+        if host is None or base is None:  # no model yet: a fresh optimizer that a checkpoint is to be loaded into
+            for p, mine in self.state.items():
+                rows = self._loaded[1].get(id(p), {}) if self._loaded is not None else {}
+                empty = {i: torch.zeros_like(p, dtype=torch.float32) for i in range(k) if i not in rows}
+                shown[index[id(p)]] = {**mine, **{f"{ROW}{i}": v for i, v in {**rows, **empty}.items() if i < k}}
+            return dict(shown)
+        states = [self._base_state[shard.param] for shard in host.shards]
+        for name in state_names(self.config.base, self._momentum):
+            for key, value in host.expose([state[name] for state in states]):
+                shown[index[id(key)]][name] = value
+        if self.config.base != "sgd":
+            for key, value in host.expose_scalars([state[STEP] for state in states]):
+                shown[index[id(key)]][STEP] = value
+        if not host.state_outside:
+            for key, name, value in self._space.entries(host, base):
+                shown[index[id(key)]][name] = value
+        return dict(shown)
+
+    def consolidate(self) -> None:
+        """Keep a state dict for whoever asks on one rank only, until :meth:`release`. Collective."""
+        if self._host is not None and self._host.gathers:
+            self._consolidated = self.state_dict()
+
+    def release(self) -> None:
+        """Undo :meth:`consolidate`."""
+        self._consolidated = None
 
     # -- binding ------------------------------------------------------------------------------------------------
 
@@ -215,6 +397,8 @@ class DHO2(torch.optim.Optimizer):
         self._check_k(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
+        if self._host is not None and self._host.layout != host.layout:
+            self._space.drop()
         self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
@@ -269,18 +453,29 @@ class DHO2(torch.optim.Optimizer):
             )
 
     def _is_initialising_step(self) -> bool:
-        """A first step with all-zero gradients before any model is known only asks for state to be created.
+        """A first step with all-zero gradients that only asks for state to be created; it is, and nothing else happens.
 
-        DeepSpeed's low-precision stage 0 wrapper and torch.distributed.checkpoint do this; taking it for a training
-        step would decay weights and shift bias correction.
+        DeepSpeed's low-precision stage 0 wrapper does this before any model is known, torch.distributed.checkpoint
+        before it loads, with lr 0; taking it for a training step would decay weights and shift bias correction.
         """
-        if self._step or any(len(s) for s in self.state.values()):
+        if self._step or self._stateful:
             return False
-        params = [p for p in iter_params(self.param_groups) if p.grad is not None]
-        if not params or any(bool(p.grad.any()) for p in params if p.grad is not None):
+        host = self._host
+        if host is not None and (host.state_outside or any(float(g["lr"]) for g in self.param_groups)):
             return False
-        for p in params:
-            init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
+        params = [p for p in iter_params(self.param_groups) if p.requires_grad]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
+        zero = not any(bool(grad.any()) for grad in grads)
+        if host is not None:
+            if not host.agreement.agree(zero):
+                return False
+            self._link_state()
+        elif not grads or not zero:
+            return False
+        else:
+            for p in params:
+                init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
+        self._stateful = True
         return True
 
     def _link_state(self) -> None:
@@ -305,7 +500,15 @@ class DHO2(torch.optim.Optimizer):
                     self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum
                 )
             self._base_state[shard.param] = mine
-        self._relink = False
+        self._relink, self._stateful = False, True
+        if self._loaded is not None and self._base is not None and not self._host.state_outside:
+            found = self._loaded[1]
+            self._restore(
+                {
+                    index: {i: self._host.absorb(index, row) for i, row in found.get(id(key), {}).items()}
+                    for index, key in enumerate(keys)
+                }
+            )
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -320,10 +523,8 @@ class DHO2(torch.optim.Optimizer):
 
     def _hybrid_step(self, host: Host) -> None:
         if self._rebuild is not None and not host.current(self.param_groups):
-            known, host = host.layout, self._rebuild()
+            host = self._rebuild()
             self.bind(host, self._source, self._rebuild)
-            if host.layout != known:
-                self._basis, self._update = None, self._new_update()
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
@@ -336,31 +537,23 @@ class DHO2(torch.optim.Optimizer):
         self._groups = groups
         if not self._announced:
             self._announced = True
-            if self._is_main():
+            if is_main():
                 logger.info(
                     summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel)
                 )
-        basis = self._active_basis()
-        self._lr_scale = self._scale_of(basis)
+        self._space.verify(host)
+        basis = self._space.active(self._step)
+        self._lr_scale = 1.0 if basis is None else self._space.lr_scale
         if basis is None:
             base.step(groups, 1.0)
         else:
             newton = self.config.newton_lr > 0 or self.config.rule == "fosi"
             rates = Rates(self._largest_lr(groups), self._lr_scale, self._alpha(groups), newton)
-            captured = self._update.step(host, base, groups, basis, rates)
+            captured = self._space.update.step(host, base, groups, basis, rates)
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
-        for group in groups:
-            group[_STEP_KEY] = self._step
         self._schedule.advance(self._step, has_source=self._source is not None)
-
-    def _new_update(self) -> AdaptiveUpdate | FosiUpdate:
-        return AdaptiveUpdate() if self.config.rule == "adaptive" else FosiUpdate(ema=self.config.base != "sgd")
-
-    def _scale_of(self, basis: Eigenbasis | None) -> float:
-        """s of a basis; 1 without one."""
-        return 1.0 if basis is None else basis.lr_scale(self.config.rule, self.config.base, self.config.max_lr_scale)
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)
@@ -371,22 +564,6 @@ class DHO2(torch.optim.Optimizer):
         if self._reference_lr == 0.0:
             self._reference_lr = lr
         return self.config.newton_lr * (lr / self._reference_lr if self._reference_lr else 1.0)
-
-    def _active_basis(self) -> Eigenbasis | None:
-        """The basis to use, or None before the first and after ``max_age``."""
-        limit = self.config.curvature.max_age
-        if self._basis is None or limit is None or self._step - self._basis.born < limit:
-            self._expired = False
-            return self._basis
-        if not self._expired and self._is_main():
-            logger.warning(
-                "step %d: the eigenbasis is older than curvature.max_age=%d steps; the base optimizer goes on alone "
-                "until the next accepted refresh",
-                self._step,
-                limit,
-            )
-        self._expired = True
-        return None
 
     # -- refreshing ---------------------------------------------------------------------------------------------
 
@@ -418,12 +595,14 @@ class DHO2(torch.optim.Optimizer):
         self, host: Host, base: BaseOptimizer, source: Callable[[], Sequence[Loss]]
     ) -> tuple[Refresh, int | None]:
         """The report, and the age of the basis that was there before."""
-        age = self._step - self._basis.born if self._basis is not None else None
         self._link_state()
+        self._space.verify(host)
+        old, age = self._space.basis, self._space.age(self._step)
         if self._finite_difference is None:
             self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
+            self._finite_difference.resume(self._difference_state)
         groups, k = self._groups, self.config.num_eigenvectors
-        rooted = self._update.roots > 0
+        rooted = self._space.update.roots > 0
         lr = self._largest_lr(groups)
         with torch.no_grad():
             hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
@@ -438,39 +617,23 @@ class DHO2(torch.optim.Optimizer):
                 budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
                 route=self.route,
                 finite_difference=self._finite_difference,
-                growth_guess=float(self._basis.eigenvalues.abs().max()) if self._basis is not None else 2.0 / (lr or 1),
+                growth_guess=float(old.eigenvalues.abs().max()) if old is not None else 2.0 / (lr or 1),
                 hint=hint,
-                old=self._basis,
+                old=old,
                 dtype=base.dtype,
                 device=base.device,
                 born=self._step,
             )
             del hint
             if found is not None:
-                self._install(found)
+                self._space.install(host, found)
         return report, age
-
-    def _install(self, found: Eigenbasis) -> None:
-        """Copy a new basis into the persistent rows; map FOSI's velocity into it."""
-        assert self._host is not None
-        self._update.rebase(self._host, self._basis, found)
-        dtype = getattr(torch, self.config.curvature.eigenvector_dtype)
-        if found.vectors.dtype == torch.float64 and dtype == torch.float32:
-            dtype = torch.float64
-        rows = max(self.config.num_eigenvectors, found.k)
-        if self._storage is None or self._storage.shape != (rows, found.vectors.shape[1]):
-            self._storage = torch.empty((rows, found.vectors.shape[1]), dtype=dtype, device=found.vectors.device)
-        self._storage[: found.k].copy_(found.vectors)
-        self._basis = Eigenbasis(self._storage[: found.k], found.eigenvalues, found.next_eigenvalue, found.born)
 
     # -- telling ------------------------------------------------------------------------------------------------
 
-    def _is_main(self) -> bool:
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
     def _tell(self, host: Host, report: Refresh, age: int | None) -> None:
-        scale = self._lr_scale if self._basis is None else self._scale_of(self._basis)
-        if self._is_main():
+        scale = self._lr_scale if self._space.basis is None else self._space.lr_scale
+        if is_main():
             line = refresh_line(self._step, report, scale, age)
             logger.info(line) if report.accepted else logger.warning(line)
         engine = getattr(host, "engine", None)

@@ -49,6 +49,12 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, detached; any other tensor itself. Without importing torch.distributed.tensor."""
+    to_local = getattr(tensor.detach(), "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
 def flat_like(tensor: Tensor, reference: Tensor) -> Tensor:
     """``tensor`` as 1-D in the storage order of ``reference`` (a view when their strides agree, else a copy)."""
     if tensor.stride() == reference.stride():

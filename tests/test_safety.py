@@ -32,7 +32,7 @@ SETTINGS = {**engines.SETTINGS, "curvature": EARLY}
 def inside(run: engines.Run) -> dict[str, Any]:
     """Bit-exact copy of everything that a step or a refresh of ours may change."""
     optimizer = run.optimizer
-    basis = optimizer._basis
+    basis = optimizer._space.basis
     stats = optimizer.curvature_stats()
     result: dict[str, Any] = {
         "weights": run.weights(),
@@ -40,7 +40,7 @@ def inside(run: engines.Run) -> dict[str, Any]:
         "steps": stats["steps"],
         "basis": None if basis is None else [basis.vectors.clone(), basis.eigenvalues.clone()],
         "next": None if basis is None else (basis.next_eigenvalue, basis.born),
-        "storage": None if optimizer._storage is None else optimizer._storage.clone(),
+        "storage": None if optimizer._space.storage is None else optimizer._space.storage.clone(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "velocity": velocity(optimizer),
     }
@@ -52,7 +52,7 @@ def inside(run: engines.Run) -> dict[str, Any]:
 
 def velocity(optimizer: Any) -> list[Tensor]:
     """All tensors of k scalars that the update rule keeps between steps."""
-    owner = getattr(optimizer, "_update", optimizer)
+    owner = optimizer._space.update
     held = getattr(owner, "velocity", None) or getattr(owner, "_velocity", None)
     return [] if held is None else [v.clone() for v in vars(held).values() if isinstance(v, Tensor)]
 
@@ -573,7 +573,7 @@ def test_unconverged_pairs_are_dropped() -> None:
         model().backward()
         optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    vectors = optimizer._basis.vectors
+    vectors = optimizer._space.basis.vectors
     assert (vectors @ vectors.T - torch.eye(len(vectors))).abs().max() < 1e-4
 
 
@@ -582,11 +582,17 @@ def test_a_refresh_without_a_converged_pair_is_refused() -> None:
     spread = torch.linspace(1, 2, 50)
     optimizer, report, _ = few_steps(spread)
     assert report.accepted
-    before = [optimizer._basis.vectors.clone(), optimizer._basis.eigenvalues.clone(), optimizer._basis.born]
+    before = [
+        optimizer._space.basis.vectors.clone(),
+        optimizer._space.basis.eigenvalues.clone(),
+        optimizer._space.basis.born,
+    ]
     with mock.patch.object(refreshing, "UNCONVERGED", -1.0):
         report = optimizer.refresh()
     assert not report.accepted and "no Ritz pair converged" in report.reason and "lanczos_steps" in report.reason
-    assert same(before, [optimizer._basis.vectors, optimizer._basis.eigenvalues, optimizer._basis.born])
+    assert same(
+        before, [optimizer._space.basis.vectors, optimizer._space.basis.eigenvalues, optimizer._space.basis.born]
+    )
     stats = optimizer.curvature_stats()
     assert stats["rejected"] == 1 and "no Ritz pair" in stats["last_refresh"]
 

@@ -73,6 +73,11 @@ class FiniteDifference:
         tolerance = CONVERGED if torch.finfo(dtype).bits >= 32 else 1e-2
         return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype], tolerance=tolerance)
 
+    def resume(self, saved: tuple[float, float, float] | None) -> None:
+        """Go on from a checkpoint's ``(tau, gradient_norm, growth)``, if it computed in a comparable precision."""
+        if saved is not None and self.bounds[0] <= saved[0] <= self.bounds[1]:
+            self.tau, self.gradient_norm, self.growth = saved
+
     def bind(
         self, accumulate: Accumulate, root: Root, reduce: Reduce, dual: Callable[[Tensor], Tensor] = lambda x: x
     ) -> BoundFiniteDifference:

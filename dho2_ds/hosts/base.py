@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard
+from dho2_ds.shards import Shard, flat_view
 
 Loss = Callable[[nn.Module], Tensor]
 """``loss(model)``: the scalar training loss of one curvature batch, computed by calling ``model``."""
@@ -41,6 +41,11 @@ class Host(ABC):
 
     state_outside = False
     """True when the eigenbasis is checkpointed beside the optimizer's state dict (DeepSpeed), not in it."""
+
+    @property
+    def gathers(self) -> bool:
+        """True when :meth:`expose` is a collective, because a state entry is wider than this rank's share."""
+        return False
 
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
@@ -74,15 +79,26 @@ class Host(ABC):
         """Per shard: the tensor of the param groups that it belongs to."""
         return [shard.param for shard in self.shards]
 
-    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A local vector as state entries: (key, tensor shaped like the key), views where possible.
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Per-shard tensors as state entries: (key, tensor shaped like the key), views where possible.
 
         A collective on hosts whose keys are wider than a rank's share (DDP): every rank gets all entries, whole.
+
+        Args:
+            parts: one tensor per shard, of its numel, local.
         """
-        return [
-            (key, _shaped(local[shard.offset : shard.offset + shard.numel], key))
-            for key, shard in zip(self.keys(), self.shards, strict=True)
-        ]
+        return [(key, _shaped(flat_view(part), key)) for key, part in zip(self.keys(), parts, strict=True)]
+
+    def expose_scalars(self, values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """One 0-d tensor per shard as state entries; a collective where :meth:`expose` is one."""
+        return list(zip(self.keys(), values, strict=True))
+
+    def meet(self, what: str) -> None:  # noqa: B027  (most hosts have nothing to wait for)
+        """Before a collective :meth:`expose`: make sure that every rank is there, instead of hanging.
+
+        Raises:
+            RuntimeError: another rank did not come within a minute.
+        """
 
     def absorb(self, index: int, value: Tensor) -> Tensor:
         """This rank's part of a state entry of ``keys()[index]``, shaped like the shard; the reverse of ``expose``.

@@ -93,11 +93,17 @@ def _engine_host(engine: Any) -> Host:
     inner = engine.basic_optimizer
     masters = [list(g["params"]) for g in inner.param_groups]
     if wrapper is inner:
-        return ReplicatedHost("DeepSpeed ZeRO-0", engine.module, masters, masters, group)
+        return _beside(ReplicatedHost("DeepSpeed ZeRO-0", engine.module, masters, masters, group))
     weights = getattr(wrapper, "fp16_groups", None)
     if weights is None:
         raise ConfigError(f"DeepSpeed wrapper {kind}: must be one of ZeRO 0-3 or BF16_Optimizer; set zero_optimization")
-    return ReplicatedHost("DeepSpeed ZeRO-0, low precision", engine.module, masters, list(weights), group)
+    return _beside(ReplicatedHost("DeepSpeed ZeRO-0, low precision", engine.module, masters, list(weights), group))
+
+
+def _beside(host: ReplicatedHost) -> ReplicatedHost:
+    """Stage 0 too checkpoints the eigenbasis beside DeepSpeed's own files, in which only rank 0's state is kept."""
+    host.state_outside = True
+    return host
 
 
 def _unsupported(engine: Any) -> Iterator[str]:

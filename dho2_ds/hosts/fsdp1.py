@@ -150,11 +150,10 @@ class FSDP1Host(ShardedModelHost):
     def keys(self) -> list[Tensor]:
         return list(self._params)
 
-    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Views of ``local`` shaped like this rank's shards, empty ones too, as ``FSDP.optim_state_dict`` wants."""
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Shaped like this rank's shards, empty ones too, as ``FSDP.optim_state_dict`` wants."""
         return [
-            (p, local[shard.offset : shard.offset + shard.numel].view(shard.param.shape))
-            for shard, p in zip(self.shards, self._params, strict=True)
+            (p, part.view(shard.param.shape)) for shard, p, part in zip(self.shards, self._params, parts, strict=True)
         ]
 
     def current(self, groups: list[dict[str, Any]]) -> bool:

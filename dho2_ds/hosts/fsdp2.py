@@ -105,13 +105,12 @@ class FSDP2Host(ShardedModelHost):
     def keys(self) -> list[Tensor]:
         return list(self._params)
 
-    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """DTensors placed like the parameters, views of ``local``; no communication. Empty shards are included."""
-        result: list[tuple[Tensor, Tensor]] = []
-        for shard, p in zip(self.shards, self._params, strict=True):
-            part = local[shard.offset : shard.offset + shard.numel].view(shard.param.shape)
-            result.append((p, _like(part, p)))
-        return result
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """DTensors placed like the parameters, views of ``parts``; no communication. Empty shards are included."""
+        return [
+            (p, _like(part.view(shard.param.shape), p))
+            for shard, p, part in zip(self.shards, self._params, parts, strict=True)
+        ]
 
     def absorb(self, index: int, value: Tensor) -> Tensor:
         """Takes a DTensor of the parameter's global shape (redistributed if placed otherwise) or a local tensor."""

@@ -20,7 +20,7 @@ from dho2_ds.hosts import full
 from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
 from dho2_ds.sharding.layout import flat_slices, replicated
 from dho2_ds.sharding.redistribute import redistribute
-from dho2_ds.sharding.reduce import Reducer
+from dho2_ds.sharding.reduce import Reducer, meet
 from dho2_ds.shards import Shard, flat_like, flat_view, iter_params
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,16 +80,45 @@ class ReplicatedHost(Host):
     def keys(self) -> list[Tensor]:
         return [self._masters[index] for index, _, _ in self._origin]
 
-    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+    @property
+    def gathers(self) -> bool:
+        return self.reducer.world_size > 1
+
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Whole entries on every rank: one all-to-all of n elements; transient and result n on each."""
         if self.reducer.world_size == 1:
-            return super().expose(local)
-        whole = redistribute(local, self.layouts, replicated(self.sizes, self.reducer.world_size), self.reducer.group)
-        parts = torch.split(whole, [p.numel() for p in self._masters])
+            return super().expose(parts)
+        local = torch.zeros(self.layout.numel, dtype=self._common_dtype(parts), device=self._masters[0].device)
+        for shard, part in zip(self.shards, parts, strict=True):
+            local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
+        whole = replicated(self.sizes, self.reducer.world_size)
+        flat = redistribute(local, self.layouts, whole, self.reducer.group)
+        pieces = torch.split(flat, [p.numel() for p in self._masters])
         return [
-            (p, part.as_strided(p.shape, p.stride(), part.storage_offset()))
-            for p, part in zip(self._masters, parts, strict=True)
+            (p, piece.as_strided(p.shape, p.stride(), piece.storage_offset()))
+            for p, piece in zip(self._masters, pieces, strict=True)
         ]
+
+    def expose_scalars(self, values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        if self.reducer.world_size == 1:
+            return super().expose_scalars(values)
+        known = torch.zeros(len(self._masters), dtype=torch.float64, device=self.reducer.device)
+        for (index, _, _), value in zip(self._origin, values, strict=True):
+            known[index] = float(value)
+        dist.all_reduce(known, dist.ReduceOp.MAX, group=self.reducer.group)
+        return [(p, value.float()) for p, value in zip(self._masters, known.cpu(), strict=True)]
+
+    def meet(self, what: str) -> None:
+        if self.gathers:
+            meet(self.reducer.group, what)
+
+    def _common_dtype(self, parts: Sequence[Tensor]) -> torch.dtype:
+        """The dtype of the ranks' parts, also on a rank that has none."""
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        mine = dtypes.index(parts[0].dtype) + 1 if parts else 0
+        code = torch.tensor(mine, device=self.reducer.device)
+        dist.all_reduce(code, dist.ReduceOp.MAX, group=self.reducer.group)
+        return dtypes[max(int(code), 1) - 1]
 
     def absorb(self, index: int, value: Tensor) -> Tensor:
         key, start, stop = self._origin[index]

@@ -67,9 +67,16 @@ class ZeroRedundancyHost(ReplicatedHost):
             pieces.add(name, [(0, self.sizes[name])])
         return pieces.layout
 
-    def expose(self, local: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Whole parameters of this rank; views, no communication."""
-        return Host.expose(self, local)
+    @property
+    def gathers(self) -> bool:
+        """False: a rank's state entries are its own parameters', whole; the wrapper consolidates them."""
+        return False
+
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return Host.expose(self, parts)
+
+    def expose_scalars(self, values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return Host.expose_scalars(self, values)
 
     def absorb(self, index: int, value: Tensor) -> Tensor:
         return Host.absorb(self, index, value)

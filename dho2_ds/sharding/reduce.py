@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+MEETING = timedelta(seconds=60)
+"""How long a rank waits for the others before a collective that only some ranks may have been asked for."""
+
+
+def meet(group: ProcessGroup | None, what: str) -> None:
+    """Wait until every rank of the group has come here, through the rendezvous store and without a collective.
+
+    Raises:
+        RuntimeError: a rank did not come within ``MEETING``; says which ranks to call ``what`` on.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    _meetings[what] = _meetings.get(what, 0) + 1
+    prefix = f"dho2/{what}/{'-'.join(map(str, ranks[:1]))}/{_meetings[what]}"
+    store.set(f"{prefix}/{dist.get_rank()}", "here")
+    for rank in ranks:
+        try:
+            store.wait([f"{prefix}/{rank}"], MEETING)
+        except (RuntimeError, dist.DistError) as error:
+            raise RuntimeError(
+                f"{what}: rank {rank} did not call it within {MEETING.seconds} s; it gathers state that is sharded "
+                "over the ranks, so call it on every rank (and save the result on one)"
+            ) from error
+
+
+_meetings: dict[str, int] = {}
 
 
 class Reducer:
