@@ -58,6 +58,9 @@ class FSDP2Host(ShardedModelHost):
         self.shards = consecutive(locals_, [index for _, index in pairs])
         self._pointers = [local.data_ptr() for local in locals_]
         self.reducer = Reducer(_group_of(self._params))
+        replicas = dist.get_world_size() // self.reducer.world_size
+        if replicas > 1:
+            self.name = f"FSDP2 ({replicas} replicas)"
         self._coordinates = _gather_coordinates(self._params, self.reducer)
         self.layouts = LazyLayouts(self.reducer.world_size, self._layout_of)
         for p, local, name in zip(self._params, locals_, self._names, strict=True):
