@@ -1,4 +1,4 @@
-"""What the two FSDP2 examples share: start-up on CPU or CUDA, the training loop, a checkpoint that any world size loads."""
+"""What the two FSDP2 examples share: start-up on CPU or CUDA, the loop, a checkpoint that any number of ranks loads."""
 
 from __future__ import annotations
 
