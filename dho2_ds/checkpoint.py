@@ -154,6 +154,13 @@ def normalise(mine: dict[str, Any], saved: Mapping[str, Any], group: Mapping[str
         mine[STEP] = torch.tensor(float(step), dtype=torch.float32)
 
 
+def reserve_rows(mine: dict[str, Any], k: int) -> None:
+    """Keep the names of the eigenvector entries in a parameter's state: torch's flattened state dicts load only into
+    names that are there. The rows themselves live elsewhere; ``state_dict`` puts them in."""
+    for i in range(k):
+        mine.setdefault(f"{ROW}{i}", None)
+
+
 def take_rows(mine: dict[str, Any]) -> dict[int, Tensor]:
     """Remove the eigenvector entries from one parameter's state: {row: tensor}."""
     rows = {}

@@ -18,6 +18,7 @@ from dho2_ds.checkpoint import (
     Record,
     check_groups,
     normalise,
+    reserve_rows,
     state_names,
     strip,
     take_rows,
@@ -108,6 +109,7 @@ class DHO2(torch.optim.Optimizer):
         """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
         allow_under_deepspeed(type(self))
         if config.num_eigenvectors:
+            self._reserve_record()
             watch_for_engine(self)
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -267,6 +269,7 @@ class DHO2(torch.optim.Optimizer):
         self._groups = self.param_groups
         if self.config.num_eigenvectors == 0:
             return
+        self._reserve_record()
         for mine in self.state.values():
             if isinstance(mine.get(STEP), Tensor):  # DeepSpeed's universal loader shares one between all sub-groups
                 mine[STEP] = mine[STEP].clone()
@@ -333,6 +336,12 @@ class DHO2(torch.optim.Optimizer):
         if problem and rows:
             logger.warning("the checkpoint's eigenbasis is not used: %s", problem)
 
+    def _reserve_record(self) -> None:
+        """Keep the record's keys in the first param group: torch's flattened state dicts load only into those. The
+        values there mean nothing; ``state_dict`` puts in the present ones."""
+        empty = Record.of(self.config.rule, self.config.base).pack(self.config.num_eigenvectors)
+        self.param_groups[0].update(empty)
+
     def _record(self) -> Record:
         due, fd = self._schedule.due_since, self._finite_difference
         record = Record.of(self.config.rule, self.config.base)
@@ -355,7 +364,8 @@ class DHO2(torch.optim.Optimizer):
         if host is None or base is None:  # no model yet: a fresh optimizer that a checkpoint is to be loaded into
             for p, mine in self.state.items():
                 rows = self._loaded[1].get(id(p), {}) if self._loaded is not None else {}
-                empty = {i: torch.zeros_like(p, dtype=torch.float32) for i in range(k) if i not in rows}
+                dtype = self._space.dtype(p.dtype)
+                empty = {i: torch.zeros_like(p, dtype=dtype) for i in range(k) if i not in rows}
                 shown[index[id(p)]] = {**mine, **{f"{ROW}{i}": v for i, v in {**rows, **empty}.items() if i < k}}
             return dict(shown)
         states = [self._base_state[shard.param] for shard in host.shards]
@@ -475,6 +485,7 @@ class DHO2(torch.optim.Optimizer):
         else:
             for p in params:
                 init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
+                reserve_rows(self.state[p], self.config.num_eigenvectors)
         self._stateful = True
         return True
 
@@ -488,7 +499,7 @@ class DHO2(torch.optim.Optimizer):
         if self._relink:
             owned = {id(key) for key in keys}
             for key in [key for key in self.state if id(key) not in owned]:
-                del self.state[key]  # another rank's share
+                self.state[key] = {}  # another rank's share; torch takes an optimizer without any key for a fresh one
         for index, (shard, key) in enumerate(zip(self._host.shards, keys, strict=True)):
             mine = self.state[key]
             if self._relink:
@@ -499,6 +510,8 @@ class DHO2(torch.optim.Optimizer):
                 init_state(
                     self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum
                 )
+            if not self._host.state_outside:
+                reserve_rows(mine, self.config.num_eigenvectors)
             self._base_state[shard.param] = mine
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
