@@ -95,33 +95,32 @@ class FSDP1Host(ShardedModelHost):
         self.reducer = Reducer(next(iter(groups.values())) if sharded[0] else None)
         units = [_Unit.of(f"{name}." if name else "", h, self.reducer.world_size) for name, _, h in handles]
         flat = {id(unit.handle.flat_param): unit for unit in units}
-        single = {
+        single: dict[int, tuple[_Unit, int | None]] = {
             id(p): (unit, index) for unit in units for index, p in enumerate(unit.handle.flat_param._params or ())
         }
         names = {id(p): clean_name(name) for name, p in module.named_parameters()}
-        self._params: list[Tensor] = []
-        self._held: list[tuple[_Unit, int | None]] = []
-        owner: list[int] = []
+        managed: list[tuple[Tensor, tuple[_Unit, int | None], int]] = []
         for group_index, group in enumerate(params):
             for p in group:
                 if not p.requires_grad:
                     continue
-                if id(p) in single:
-                    self._held.append(single[id(p)])
-                elif id(p) in flat:
-                    self._held.append((flat[id(p)], None))
-                else:
+                where = single.get(id(p)) or ((flat[id(p)], None) if id(p) in flat else None)
+                if where is None:
                     raise ConfigError(
                         f"parameter {names.get(id(p), '(not of this model)')!r} of the optimizer: must be managed by "
                         "FSDP; wrap the root module too, leave it out of ignored_states, and build the optimizer from "
                         "the wrapped model's parameters"
                     )
-                self._params.append(p)
-                owner.append(group_index)
+                managed.append((p, where, group_index))
+        self._held = [where for _, where, _ in managed]
         self.sizes = self._in_model_order(module)
         self.layouts = LazyLayouts(self.reducer.world_size, self._layout_of)
-        self.shards = consecutive([p.detach() for p in self._params], owner)
-        if self.shards and sum(shard.numel for shard in self.shards) != self.layout.numel:
+        # As with torch's optimizers a parameter has no state on a rank that holds nothing of it. A rank that holds
+        # nothing at all keeps one empty shard, which says where it computes and in which precision.
+        mine = [entry for entry in managed if entry[0].numel()] or managed[:1]
+        self._params = [p for p, _, _ in mine]
+        self.shards = consecutive([p.detach() for p in self._params], [index for _, _, index in mine])
+        if sum(shard.numel for shard in self.shards) != self.layout.numel:
             raise RuntimeError("FSDP1 shards do not add up to their layout; this torch release lays them out otherwise")
         self._storage = [(unit.handle.flat_param, unit.handle.flat_param._local_shard.data_ptr()) for unit in units]
 
@@ -151,7 +150,7 @@ class FSDP1Host(ShardedModelHost):
         return list(self._params)
 
     def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Shaped like this rank's shards, empty ones too, as ``FSDP.optim_state_dict`` wants."""
+        """Shaped like this rank's shards, as ``FSDP.optim_state_dict`` wants."""
         return [
             (p, part.view(shard.param.shape)) for shard, p, part in zip(self.shards, self._params, parts, strict=True)
         ]
@@ -197,10 +196,7 @@ class FSDP1Host(ShardedModelHost):
 
     def _local_grad(self, index: int) -> Tensor | None:
         grad, shard = self._params[index].grad, self.shards[index]
-        if grad is None:
-            # An empty shard has no gradient under use_orig_params; its step count must move with the other ranks'.
-            return torch.zeros_like(shard.param) if shard.numel == 0 else None
-        if grad.shape != shard.param.shape:
+        if grad is not None and grad.shape != shard.param.shape:
             raise RuntimeError(
                 f"gradient of shape {tuple(grad.shape)} for a shard of shape {tuple(shard.param.shape)}: must be "
                 "reduced; run the last backward before the step outside no_sync()"

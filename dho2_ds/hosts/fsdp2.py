@@ -30,7 +30,8 @@ class FSDP2Host(ShardedModelHost):
 
     The reducer sums over exactly the mesh dimensions on which every parameter is cut (HSDP: not over replicas). Where
     parameters differ in that (tensor parallelism: norms are whole on every rank of the tensor-parallel group), it sums
-    over all ranks of the mesh and :meth:`dual` divides by the number of copies.
+    over all ranks of the mesh and :meth:`dual` divides by the number of copies. Empty shards are kept, so that state
+    has the same keys on every rank.
 
     Cost of construction: one all-gather of a few integers per mesh; a collective over all ranks.
 
