@@ -85,6 +85,7 @@ class DHO2(torch.optim.Optimizer):
         self._host: Host | None = None
         self._hook: RemovableHandle | None = None
         self._source: Callable[[], Sequence[Loss]] | None = None
+        self._rebuild: Callable[[], Host] | None = None
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
         self._original = [id(p) for p in iter_params(self.param_groups)]
@@ -398,8 +399,15 @@ class DHO2(torch.optim.Optimizer):
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bind(self, host: Host, source: Callable[[], Sequence[Loss]] | None) -> None:
+    def bind(
+        self,
+        host: Host,
+        source: Callable[[], Sequence[Loss]] | None,
+        rebuild: Callable[[], Host] | None = None,
+    ) -> None:
         """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
+
+        ``rebuild`` makes the host anew when the parameters in the param groups were replaced (Accelerate does that).
 
         Raises:
             ConfigError: a setting cannot work on this host.
@@ -409,7 +417,7 @@ class DHO2(torch.optim.Optimizer):
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
         if self._host is not None and self._host.layout != host.layout:
             self._space.drop()
-        self._host, self._source = host, source
+        self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
         self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
@@ -444,15 +452,16 @@ class DHO2(torch.optim.Optimizer):
 
     def _check_params(self) -> None:
         trainable = [p for p in iter_params(self.param_groups) if p.requires_grad]
-        if not trainable:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not trainable and not several:
             raise ConfigError("params: must hold a parameter with requires_grad=True; unfreeze one")
         for p in trainable:
             if p.is_complex():
                 raise ConfigError(f"params: a parameter has dtype {p.dtype}: must be real; use torch.view_as_real")
             if p.is_sparse or p.layout != torch.strided:
                 raise ConfigError(f"params: a parameter has layout {p.layout}: must be dense; call .to_dense()")
-        numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable)
-        self._check_k(numel)
+        if not several:  # else a rank may see a part, or none, of the parameters; `bind` knows them all
+            self._check_k(sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable))
 
     def _check_k(self, numel: int) -> None:
         if self.config.num_eigenvectors >= max(numel, 1):
@@ -538,6 +547,9 @@ class DHO2(torch.optim.Optimizer):
         self._plain.step()
 
     def _hybrid_step(self, host: Host) -> None:
+        if self._rebuild is not None and not host.current(self.param_groups):
+            host = self._rebuild()
+            self.bind(host, self._source, self._rebuild)
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
