@@ -1,8 +1,8 @@
 """The digits job of :mod:`tests.engines` on FSDP1, FSDP2, HSDP, tensor parallelism and ZeroRedundancyOptimizer.
 
-Kinds are ``engine:variant+option``: engines ``fsdp2``, ``hsdp``, ``tp``, ``fsdp1`` and ``zero_redundancy``; options
-``ac`` (activation checkpointing of the middle layer, non-reentrant), ``compile`` (of the middle layer; ``inductor``),
-``attention`` (another model, :class:`Attention`) and ``double`` (float64).
+Kinds are ``engine:variant+option``: engines ``ddp``, ``fsdp2``, ``hsdp``, ``tp``, ``fsdp1`` and ``zero_redundancy``;
+options ``ac`` (activation checkpointing of the middle layer, non-reentrant), ``compile`` (of the middle layer;
+``inductor``), ``attention`` (another model, :class:`Attention`) and ``double`` (float64).
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def wrap(model: Any, engine: str, variant: str, options: set[str]) -> nn.Module:
 def wrapped(kind: str, model: nn.Module) -> tuple[nn.Module, str]:
     head, *options = kind.split("+")
     engine, _, variant = head.partition(":")
+    if engine == "ddp":
+        return nn.parallel.DistributedDataParallel(model), engine
     if engine == "zero_redundancy":
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), engine
     return wrap(model, engine, variant or "orig", set(options)), engine
