@@ -44,6 +44,11 @@ def load_worker(rank: int, world: int, folder: str, pairs: list[tuple[str, str]]
     return results
 
 
+def both_worker(rank: int, world: int, folder: str, kinds: list[str], pairs: list[tuple[str, str]]) -> Any:
+    """One start of a world for saving and loading."""
+    return save_worker(rank, world, folder, kinds), load_worker(rank, world, folder, pairs)
+
+
 def check(saved: dict[str, list[float]], results: dict[tuple[str, str], Any], exact: bool) -> None:
     for (before, kind), found in results.items():
         assert (found["age"], found["refreshes"]) == (SAVED - 5, 1), (before, kind, found)
@@ -57,9 +62,9 @@ def check(saved: dict[str, list[float]], results: dict[tuple[str, str], Any], ex
 def test_two_ranks(tmp_path: Path) -> None:
     """Bit for bit on the same engine; the other engine reads the same checkpoint."""
     kinds = ["fsdp2", "fsdp1:orig"]
-    saved = run_ranks(2, save_worker, str(tmp_path), kinds, timeout=170)[0]
     pairs = [("fsdp2", "fsdp2"), ("fsdp1:orig", "fsdp1:orig"), ("fsdp1:orig", "fsdp2"), ("fsdp2", "fsdp1:orig")]
-    check(saved, run_ranks(2, load_worker, str(tmp_path), pairs, timeout=170)[0], exact=True)
+    saved, loaded = run_ranks(2, both_worker, str(tmp_path), kinds, pairs, timeout=380)[0]
+    check(saved, loaded, exact=True)
 
 
 @pytest.mark.slow
