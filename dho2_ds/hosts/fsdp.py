@@ -33,9 +33,9 @@ def clean_name(name: str) -> str:
 class ShardedModelHost(Host):
     """A model whose own forward and backward gather weights and reduce-scatter gradients.
 
-    Subclasses set ``sizes``, ``layouts``, ``reducer`` and ``shards`` in ``__init__``. Gradients arrive averaged over all
-    data-parallel ranks. A loss that fails on some ranks only leaves the others waiting in FSDP's own collectives, until
-    these time out.
+    Subclasses set ``sizes``, ``layouts``, ``reducer`` and ``shards`` in ``__init__``. Gradients arrive averaged over
+    all data-parallel ranks. A loss that fails on some ranks only leaves the others waiting in FSDP's own collectives,
+    until these time out.
     """
 
     exact_refusal = (
