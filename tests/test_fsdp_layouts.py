@@ -184,4 +184,4 @@ KINDS = {
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_every_element_is_where_the_layout_says(world: int) -> None:
-    run_ranks(world, layout_worker, KINDS[world], timeout=150)
+    run_ranks(world, layout_worker, KINDS[world], timeout=170)

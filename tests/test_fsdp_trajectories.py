@@ -21,12 +21,12 @@ LOW = {"fsdp2:bf16": 3e-2, "fsdp2:fp16": 1e-2}
 TRANSFORMER = ["fsdp2+ac+compile", "fsdp1:orig", "zero_redundancy"]
 TRANSFORMER = [f"{kind}+attention+double" for kind in TRANSFORMER]
 QUICK = {
-    2: ["fsdp2:shard1", "fsdp2+ac+compile", "fsdp1:orig", "fsdp1:flat", "zero_redundancy"],
+    2: ["fsdp2+ac+compile", "fsdp1:orig", "fsdp1:flat", "zero_redundancy"],
     3: ["fsdp2", "fsdp1:orig", "zero_redundancy"],  # 6 rows and 10 rows: uneven shards, some empty
     4: ["hsdp", "tp"],
 }
 WIDE = {
-    2: ["fsdp2:offload", "fsdp1:grad_op", "fsdp1:no_shard", "fsdp1:orig+ac", "fsdp1:orig+compile"],
+    2: ["fsdp2:shard1", "fsdp2:offload", "fsdp1:grad_op", "fsdp1:no_shard", "fsdp1:orig+ac", "fsdp1:orig+compile"],
     3: ["fsdp1:flat", "fsdp1:grad_op", "fsdp2:offload"],
     4: ["fsdp2", "fsdp2:offload", "fsdp1:orig", "fsdp1:flat", "fsdp1:hybrid", "zero_redundancy", "hsdp+ac+compile"],
 }
@@ -57,7 +57,7 @@ def compare(rule: str, results: dict[str, Any], kinds: list[str]) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_sharding_matches_the_reference(world: int) -> None:
     compare("adaptive-adamw", quick(world), QUICK[world])
 
