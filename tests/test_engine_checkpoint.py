@@ -1,0 +1,168 @@
+"""``engine.save_checkpoint`` and ``load_checkpoint``: a resumed run is the uninterrupted one, bit for bit.
+
+The refreshes of ``engines.SETTINGS`` fall due after steps 5 and 15. A fresh engine starts from other weights, so that
+nothing it has of its own can pass for something it loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dho2_ds
+from tests import engines
+from tests.checkpoints import (
+    OTHER_SEED,
+    assert_same,
+    micro_step,
+    on_rank_0,
+    pieces,
+    resume,
+    snapshot,
+    warnings_of_package,
+)
+from tests.distributed import run_ranks
+from tests.engines import Run
+from tests.test_trajectories import RULES
+
+END = 17
+PHASES = {3: "warm-up", 5: "first refresh due", 6: "just refreshed", 9: "mid-cycle", 15: "second refresh due"}
+KINDS = [
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3:sub_groups",
+    "zero0:bf16",
+    "zero1:bf16",
+    "zero1:bf16_accum",
+    "zero3:bf16",
+    "zero2:offload",
+    "zero3:offload",
+]
+
+
+def resume_worker(
+    rank: int, world: int, kinds: list[str], settings: dict[str, Any], phases: list[int], halves: list[int], folder: str
+) -> None:
+    """Train without saving, then saving at each phase and in the middle of the accumulation of the steps ``halves``
+    too, then from each of the checkpoints; all must end in the same state."""
+    for kind in kinds:
+        plain = Run(kind, rank, world, settings)
+        want = snapshot(plain, plain.train(END))
+        assert want["stats"]["refreshes"] == 2, (kind, want["stats"])
+        saving = Run(kind, rank, world, settings)
+        losses: list[float] = []
+        for step in range(END):
+            if step in phases:
+                saving.engine.save_checkpoint(f"{folder}/{kind}")
+            if step in halves:
+                micro_step(saving, 0)
+                saving.engine.save_checkpoint(f"{folder}/{kind}", tag=f"half{step}")
+                micro_step(saving, 1)
+                losses.append(want["losses"][step])  # its losses are local; the final weights show any difference
+            else:
+                losses += saving.train(1)
+        assert_same(snapshot(saving, losses), want, (kind, "disturbed by saving"))
+        for tag, at in [(f"global_step{at}", at) for at in phases] + [(f"half{at}", at) for at in halves]:
+            with warnings_of_package() as texts:
+                run = resume(kind, rank, world, settings, f"{folder}/{kind}", tag, at)
+                assert_same(snapshot(run, run.train(END - at)), want, (kind, tag))
+            assert not texts, (kind, tag, texts)
+
+
+@pytest.mark.timeout(170)
+def test_resume_is_bit_exact(tmp_path: Path) -> None:
+    """Half-accumulated gradients are not in a DeepSpeed checkpoint: the window is replayed from its first batch."""
+    kinds = ["zero0", "zero2", "zero3:sub_groups"]
+    run_ranks(2, resume_worker, kinds, engines.SETTINGS, [5, 9], [5], str(tmp_path), timeout=160)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rule", ["adaptive-adamw", "fosi-adamw", "adaptive-sgd", "fosi-sgd"])
+def test_resume_is_bit_exact_everywhere(rule: str, tmp_path: Path) -> None:
+    kinds = KINDS if rule == "adaptive-adamw" else ["zero0", "zero1", "zero3:sub_groups", "zero0:bf16", "zero2:offload"]
+    settings = {**engines.SETTINGS, **RULES[rule]}
+    run_ranks(2, resume_worker, kinds, settings, list(PHASES), [5, 8], str(tmp_path), timeout=880)
+
+
+def constant_loss(rank: int, world: int) -> dict[str, Any]:
+    """A user's own source: always the same batch, so that it has no position to be saved."""
+    x, y = engines.micro_batch(777, 0)
+    share = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+    return {"loss_fn": lambda model, batch: model(*batch), "data": [(x[share].float(), y[share])]}
+
+
+def order_worker(rank: int, world: int, kinds: list[str], folder: str) -> None:
+    """Loading before, between and after other calls."""
+    for kind in kinds:
+        place, settings = f"{folder}/{kind}", engines.SETTINGS
+        plain = Run(kind, rank, world, settings)
+        dho2_ds.attach(plain.engine, **constant_loss(rank, world))
+        plain.engine.save_checkpoint(place, tag="attached, no step")
+        losses = plain.train(8)
+        plain.engine.save_checkpoint(place, tag="same")
+        at_8 = pieces(plain)
+        assert "eigenvector_3" in at_8
+        losses += plain.train(1)
+        plain.engine.save_checkpoint(place, tag="same")
+        plain.engine.save_checkpoint(place, tag="same")
+        losses += plain.train(8)
+        want = snapshot(plain, losses)
+
+        # The user's own source, given before and after loading; the tag named and taken from `latest`.
+        for before in (True, False):
+            run = Run(kind, rank, world, settings, OTHER_SEED)
+            if before:
+                dho2_ds.attach(run.engine, **constant_loss(rank, world))
+            run.engine.load_checkpoint(place, tag="same" if before else None)
+            if not before:
+                dho2_ds.attach(run.engine, **constant_loss(rank, world))
+            run.step_count = 9
+            assert_same(snapshot(run, run.train(8)), want, (kind, "attach", before))
+
+        # A checkpoint of an engine that has not stepped, with and without a model known.
+        run = resume(kind, rank, world, settings, place, "attached, no step", 0)
+        dho2_ds.attach(run.engine, **constant_loss(rank, world))
+        assert_same(snapshot(run, run.train(17)), want, (kind, "attached, no step"))
+        untouched = Run(kind, rank, world, settings)
+        untouched.engine.save_checkpoint(place, tag="no step")
+        want_untouched = snapshot(untouched, untouched.train(7))
+        run = resume(kind, rank, world, settings, place, "no step", 0)
+        assert_same(snapshot(run, run.train(7)), want_untouched, (kind, "no step"))
+
+        # Weights only: a fresh optimizer, which refreshes when its own warm-up ends.
+        weights = [part for part in at_8["weight"]]
+        for option in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            if kind.startswith("zero3") and "load_optimizer_states" in option:
+                continue  # gathers the weights of the tag that `latest` names, whatever the tag
+            plain.engine.save_checkpoint(place, tag="weights only")
+            run = resume(kind, rank, world, settings, place, "weights only", 0, **option)
+            assert torch.equal(run.weights(), plain.weights()), (kind, option)
+            assert run.optimizer.steps == 0
+            run.train(6)
+            assert run.optimizer.curvature_stats()["refreshes"] == 1, (kind, option)
+            assert run.optimizer.steps == 6
+        assert weights
+
+        # Going back to an earlier checkpoint in the running engine (ZeRO-3 wants a pristine one).
+        if not kind.startswith("zero3"):
+            plain.engine.load_checkpoint(place, tag="same")
+            plain.step_count = 9
+            assert_same(snapshot(plain, plain.train(8)), want, (kind, "gone back"))
+        on_rank_0(rank, lambda: None)
+
+
+@pytest.mark.timeout(170)
+def test_any_order_of_calls(tmp_path: Path) -> None:
+    run_ranks(2, order_worker, ["zero0", "zero1"], str(tmp_path), timeout=160)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_any_order_of_calls_everywhere(tmp_path: Path) -> None:
+    run_ranks(2, order_worker, ["zero2", "zero3", "zero3:sub_groups", "zero1:bf16_accum"], str(tmp_path), timeout=580)
