@@ -53,9 +53,7 @@ def pieces(run: Run) -> Pieces:
     for entry, parts in buffers.items():
         flat = torch.cat([part.reshape(-1) for part in parts])
         assert flat.numel() == host.layout.numel, entry
-        found[entry] = [
-            (s.name, s.start, flat[s.offset : s.offset + s.length].clone()) for s in host.layout.segments
-        ]
+        found[entry] = [(s.name, s.start, flat[s.offset : s.offset + s.length].clone()) for s in host.layout.segments]
     return found
 
 
@@ -106,7 +104,14 @@ def micro_step(run: Run, micro: int) -> float:
 
 
 def resume(
-    kind: str, rank: int, world: int, settings: dict[str, Any], folder: str | Path, tag: str | None, at: int, **more: Any
+    kind: str,
+    rank: int,
+    world: int,
+    settings: dict[str, Any],
+    folder: str | Path,
+    tag: str | None,
+    at: int,
+    **more: Any,
 ) -> Run:
     """A new engine with other weights that has loaded the checkpoint of step ``at``."""
     overrides = more.pop("overrides", None)
