@@ -1,4 +1,4 @@
-"""What the tests of DeepSpeed checkpoints share: snapshots of a run, element by element, and ways to save and resume."""
+"""What the tests of DeepSpeed checkpoints share: snapshots of a run, element by element, and ways to resume it."""
 
 from __future__ import annotations
 

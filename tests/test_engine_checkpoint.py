@@ -156,10 +156,12 @@ def order_worker(rank: int, world: int, kinds: list[str], folder: str) -> None:
 
 @pytest.mark.timeout(170)
 def test_any_order_of_calls(tmp_path: Path) -> None:
-    run_ranks(2, order_worker, ["zero0", "zero1"], str(tmp_path), timeout=160)
+    run_ranks(2, order_worker, ["zero1"], str(tmp_path), timeout=160)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_any_order_of_calls_everywhere(tmp_path: Path) -> None:
-    run_ranks(2, order_worker, ["zero2", "zero3", "zero3:sub_groups", "zero1:bf16_accum"], str(tmp_path), timeout=580)
+    run_ranks(
+        2, order_worker, ["zero0", "zero2", "zero3", "zero3:sub_groups", "zero1:bf16_accum"], str(tmp_path), timeout=580
+    )
