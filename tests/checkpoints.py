@@ -41,7 +41,7 @@ def pieces(run: Run) -> Pieces:
         for i, row in enumerate(space.basis.vectors):
             buffers[f"eigenvector_{i}"] = [row]
     plain = space is None or run.optimizer.config.num_eigenvectors == 0
-    if plain and not host.state_outside:  # torch's own optimizer at stage 0: whole on every rank
+    if plain and run.kind.startswith("zero0"):  # torch's own optimizer at stage 0: whole on every rank
         for name, param in run.model.named_parameters():
             for entry, value in run.optimizer.state[param].items():
                 if value.dim():
@@ -52,7 +52,7 @@ def pieces(run: Run) -> Pieces:
             buffers[entry] = [state[entry] for state in states]
     for entry, parts in buffers.items():
         flat = torch.cat([part.reshape(-1) for part in parts])
-        assert flat.numel() == host.layout.numel, entry
+        assert flat.numel() == host.layout.numel, (run.kind, entry, flat.numel(), host.layout.numel)
         found[entry] = [(s.name, s.start, flat[s.offset : s.offset + s.length].clone()) for s in host.layout.segments]
     return found
 
