@@ -41,7 +41,7 @@ def save_worker(rank: int, world: int, kinds: list[str], folder: str) -> dict[st
         run.engine.save_checkpoint(place, tag="z_source")
         weights, state = run.weights(), pieces(run)
         merged = None
-        if rank == 0:
+        if rank == 0 and not kind.endswith("bf16_accum"):  # DeepSpeed's function does not read BF16_Optimizer's files
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
             merged = get_fp32_state_dict_from_zero_checkpoint(place, tag="z_source")
@@ -98,6 +98,8 @@ def check_merged(saved: list[dict[str, Any]], kinds: list[str]) -> None:
     for kind in kinds:
         want = assemble([result[kind]["pieces"] for result in saved])["weight"]
         merged = saved[0][kind]["merged"]
+        if merged is None:
+            continue
         names = [f"{letter}.{i}" for letter in "wb" for i in range(3)]
         assert torch.equal(torch.cat([merged[name].flatten() for name in names]), want), kind
 
@@ -150,8 +152,8 @@ ALL = ["zero1", "zero2", "zero3", "zero3:sub_groups", "zero1:bf16", "zero1:bf16_
 def test_universal_checkpoint_continues_anywhere(source: int, targets: tuple[int, ...], tmp_path: Path) -> None:
     saved = run_ranks(source, save_worker, ALL, str(tmp_path), timeout=300)
     check_merged(saved, ALL)
-    for kind in ALL:
-        convert(tmp_path, [kind])
+    for first in range(0, len(ALL), 2):
+        convert(tmp_path, ALL[first : first + 2])
     for world in targets:
         check_loaded(saved, run_ranks(world, load_worker, ALL, str(tmp_path), timeout=300), ALL)
 
