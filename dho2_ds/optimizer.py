@@ -632,7 +632,7 @@ class DHO2(torch.optim.Optimizer):
         with torch.no_grad():
             hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
             for chunk in base.chunks(groups):
-                direction = chunk.direction()
+                direction = chunk.remembered()
                 hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
             found, report = refresh(
                 host,
