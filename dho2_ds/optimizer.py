@@ -28,14 +28,13 @@ from dho2_ds.checkpoint import (
 )
 from dho2_ds.config import ConfigError, check_group_options, parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
-from dho2_ds.curvature.hvp import FiniteDifference
-from dho2_ds.curvature.refresh import Order, Refresh, default_lanczos_steps, refresh
-from dho2_ds.curvature.schedule import Schedule
+from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, summary_line, write_events
+from dho2_ds.monitor import chosen_route, is_main, logger, summary_line
+from dho2_ds.refresher import Moment, Refresher, tell
 from dho2_ds.shards import iter_params, local_part
 from dho2_ds.update import Rates
 
@@ -94,21 +93,15 @@ class DHO2(torch.optim.Optimizer):
         self._plain: torch.optim.Optimizer | None = None
         self._groups: list[dict[str, Any]] = self.param_groups
         self._step = 0
-        self._schedule = Schedule(config.curvature.warmup_steps, config.curvature.interval)
         self._relink = True
         self._space = Eigenspace(config)
-        self._finite_difference: FiniteDifference | None = None
+        self._refresher = Refresher(config, self._space)
         self._captured: Tensor | None = None
         self._lr_scale = 1.0
         self._stateful = False
         self._loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None = None
-        self._difference_state: tuple[float, float, float] | None = None
         self._consolidated: dict[str, Any] | None = None
-        self._totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
-        self._last: Refresh | None = None
         self._announced = False
-        self.refreshing = False
-        """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
         allow_under_deepspeed(type(self))
         if config.num_eigenvectors:
             self._reserve_record()
@@ -147,11 +140,11 @@ class DHO2(torch.optim.Optimizer):
             on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh`` (why it was accepted or not). Reading
             it synchronises with the device.
         """
-        basis, last = self._space.basis, self._last
+        basis, last = self._space.basis, self._refresher.last
         tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0]
         return {
             "steps": self._step,
-            **self._totals,
+            **self._refresher.totals,
             "eigenvalues": basis.eigenvalues.tolist() if basis is not None else [],
             "residuals": last.residuals if last is not None and last.accepted else [],
             "next_eigenvalue": basis.next_eigenvalue if basis is not None else None,
@@ -200,9 +193,14 @@ class DHO2(torch.optim.Optimizer):
         return self._host is not None
 
     @property
+    def refreshing(self) -> bool:
+        """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
+        return self._refresher.busy
+
+    @property
     def refresh_due(self) -> bool:
-        """True when the next training forward of the attached model will refresh the curvature first."""
-        return self._schedule.due_since is not None
+        """True when the next training forward of the attached model will work on the curvature first."""
+        return self._refresher.due
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict of the base optimizer, plus the eigenbasis (see :mod:`dho2_ds.checkpoint`).
@@ -281,12 +279,10 @@ class DHO2(torch.optim.Optimizer):
         self._stateful = any(len(s) for s in self.state.values())
         self._relink = True
         self._space.drop()
-        self._schedule.due_since, self._step, self._finite_difference = None, 0, None
+        self._refresher.resume(record)
+        self._step = 0
         if record is not None:
             self._step, self._reference_lr = int(record.step), record.reference_lr or self._reference_lr
-            self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
-            self._totals = {key: int(getattr(record, key)) for key in self._totals}
-            self._difference_state = (record.tau, record.gradient_norm, record.growth)
             self._loaded = (record, rows)
         elif had_curvature:
             logger.warning(
@@ -357,16 +353,9 @@ class DHO2(torch.optim.Optimizer):
         return self._record().pack(self.config.num_eigenvectors)
 
     def _record(self) -> Record:
-        due, fd = self._schedule.due_since, self._finite_difference
         record = Record.of(self.config.rule, self.config.base)
-        record.step, record.due_since = self._step, -1 if due is None else due
-        record.reference_lr = self._reference_lr
-        for key, total in self._totals.items():
-            setattr(record, key, total)
-        if fd is not None:
-            record.tau, record.gradient_norm, record.growth = fd.tau, fd.gradient_norm, fd.growth
-        elif self._difference_state is not None:
-            record.tau, record.gradient_norm, record.growth = self._difference_state
+        record.step, record.reference_lr = self._step, self._reference_lr
+        self._refresher.describe(record, self._step)
         self._space.describe(record)
         return record
 
@@ -423,6 +412,7 @@ class DHO2(torch.optim.Optimizer):
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
         if self._host is not None and self._host.layout != host.layout:
             self._space.drop()
+            self._refresher.give_up()
         self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
@@ -584,7 +574,7 @@ class DHO2(torch.optim.Optimizer):
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
-        self._schedule.advance(self._step, has_source=self._source is not None)
+        self._refresher.advance(self._step, has_source=self._source is not None)
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)
@@ -601,74 +591,30 @@ class DHO2(torch.optim.Optimizer):
     def refresh(self) -> Refresh:
         """Recompute the eigenbasis now, at the current weights, from the attached source. Collective.
 
-        Called by the hook that :func:`dho2_ds.attach` installs when a refresh is due. Costs at most
-        ``curvature.lanczos_steps`` Hessian-vector products (two gradients each).
+        Costs at most ``curvature.lanczos_steps`` Hessian-vector products (two gradients each).
 
         Returns:
             What was done. A rejected refresh leaves the previous basis in place.
         """
-        host, base, source = self._host, self._base, self._source
-        if host is None or base is None or source is None:
-            raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
-        self.refreshing = True
-        try:
-            report, age = self._refresh(host, base, source)
-        finally:
-            self.refreshing = False
-        self._schedule.done()
-        self._totals["refreshes" if report.accepted else "rejected"] += 1
-        self._totals["hvps"] += report.hvps
-        self._last = report
-        self._tell(host, report, age)
+        moment = self._moment()
+        report = self._refresher.refresh(moment)
+        tell(moment.host, self.curvature_stats(), report)
         return report
 
-    def _refresh(
-        self, host: Host, base: BaseOptimizer, source: Callable[[], Sequence[Loss]]
-    ) -> tuple[Refresh, int | None]:
-        """The report, and the age of the basis that was there before."""
+    def before_forward(self) -> None:
+        """Do what curvature has to do before the next training forward; the hook of :func:`dho2_ds.attach` calls it.
+
+        Mode ``inline``: the whole refresh when one is due. ``spread``: one product of it. Collective.
+        """
+        if self._refresher.due:
+            moment, before = self._moment(), self._refresher.last
+            self._refresher.turn(moment)
+            if self._refresher.last is not before and self._refresher.last is not None:
+                tell(moment.host, self.curvature_stats(), self._refresher.last)
+
+    def _moment(self) -> Moment:
+        if self._host is None or self._base is None or self._source is None:
+            raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
         self._link_state()
-        self._space.verify(host)
-        old, age = self._space.basis, self._space.age(self._step)
-        if self._finite_difference is None:
-            self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
-            self._finite_difference.resume(self._difference_state)
-        groups, k = self._groups, self.config.num_eigenvectors
-        rooted = self._space.update.roots > 0
-        lr = self._largest_lr(groups)
-        with torch.no_grad():
-            hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
-            for chunk in base.chunks(groups):
-                direction = chunk.remembered()
-                hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
-            found, report = refresh(
-                host,
-                source(),
-                (lambda x: base.root_(groups, x)) if rooted else (lambda x: x),
-                Order(
-                    k=k,
-                    budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
-                    dtype=base.dtype,
-                    device=base.device,
-                    born=self._step,
-                    growth_guess=float(old.eigenvalues.abs().max()) if old is not None else 2.0 / (lr or 1),
-                ),
-                self._finite_difference,
-                route=self.route,
-                hint=hint,
-                old=old,
-            )
-            del hint
-            if found is not None:
-                self._space.install(host, found)
-        return report, age
-
-    # -- telling ------------------------------------------------------------------------------------------------
-
-    def _tell(self, host: Host, report: Refresh, age: int | None) -> None:
-        scale = self._lr_scale if self._space.basis is None else self._space.lr_scale
-        if is_main():
-            line = refresh_line(self._step, report, scale, age)
-            logger.info(line) if report.accepted else logger.warning(line)
-        engine = getattr(host, "engine", None)
-        if engine is not None:
-            write_events(engine, self.curvature_stats(), report.seconds)
+        self._space.verify(self._host)
+        return Moment(self._host, self._base, self._groups, self._step, self._source)
