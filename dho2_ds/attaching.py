@@ -50,11 +50,12 @@ def attach(
         raise TypeError(f"loss_fn={loss_fn!r}: must be callable as loss_fn(model, batch)")
     if data is not None and loss_fn is None:
         raise TypeError("data: must come with loss_fn; pass loss_fn=lambda model, batch: ...")
-    if owner.config.num_eigenvectors == 0:
+    if not owner.uses_host:
         return
     source = LossSource(loss_fn, data, owner.config.curvature.batches)
     owner.bind(make_host(model, owner.param_groups), source.losses)
-    owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
+    if owner.config.num_eigenvectors:
+        owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
 
 
 def as_dho2(optimizer: object) -> DHO2:

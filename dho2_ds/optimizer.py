@@ -31,9 +31,12 @@ from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, summary_line, write_events
+from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params, local_part
+from dho2_ds.soap_base import SoapOptimizer
 from dho2_ds.update import Rates
 
 _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
@@ -106,7 +109,7 @@ class DHO2(torch.optim.Optimizer):
         self.refreshing = False
         """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
         allow_under_deepspeed(type(self))
-        if config.num_eigenvectors:
+        if self.uses_host:
             watch_for_engine(self)
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class DHO2(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.config.num_eigenvectors == 0:
+        if not self.uses_host:
             self._plain_step()
         elif not self._is_initialising_step():
             self._hybrid_step(self._host or self._bind_default())
@@ -155,7 +158,7 @@ class DHO2(torch.optim.Optimizer):
             "captured_fraction": float(self._captured) if self._captured is not None else None,
             "bytes_basis": self._space.bytes,
             "bytes_transient": last.transient_bytes if last is not None else 0,
-            "bytes_base": sum(t.numel() * t.element_size() for t in tensors),
+            "bytes_base": sum(t.numel() * t.element_size() for t in tensors) + self._bytes_soap,
             "route": self.route if self._host is not None else None,
             "self_check": last.self_check if last is not None else None,
             "tau": last.tau if last is not None else None,
@@ -183,6 +186,15 @@ class DHO2(torch.optim.Optimizer):
     def route(self) -> str:
         """The way Hessian-vector products are taken: ``finite_difference`` or ``exact``."""
         return chosen_route(self.config.curvature)[0]
+
+    @property
+    def uses_host(self) -> bool:
+        """False when torch's base optimizer does all there is to do, without knowing the model."""
+        return self.config.num_eigenvectors > 0 or self.config.base == "soap"
+
+    @property
+    def _bytes_soap(self) -> int:
+        return self._base.bytes if isinstance(self._base, SoapOptimizer) else 0
 
     @property
     def steps(self) -> int:
@@ -216,7 +228,7 @@ class DHO2(torch.optim.Optimizer):
             self._link_state()
             self._host.meet("DHO2.state_dict()")
         packed: dict[str, Any] = super().state_dict()
-        if self.config.num_eigenvectors == 0 or not self._stateful:
+        if not self.uses_host or not self._stateful:
             return packed
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
@@ -264,7 +276,7 @@ class DHO2(torch.optim.Optimizer):
         for group in self.param_groups:
             strip(group, keep=set(self.defaults))
         self._groups = self.param_groups
-        if self.config.num_eigenvectors == 0:
+        if not self.uses_host:
             return
         for mine in self.state.values():
             if isinstance(mine.get(STEP), Tensor):  # DeepSpeed's universal loader shares one between all sub-groups
@@ -357,13 +369,17 @@ class DHO2(torch.optim.Optimizer):
                 empty = {i: torch.zeros_like(p, dtype=torch.float32) for i in range(k) if i not in rows}
                 shown[index[id(p)]] = {**mine, **{f"{ROW}{i}": v for i, v in {**rows, **empty}.items() if i < k}}
             return dict(shown)
-        states = [self._base_state[shard.param] for shard in host.shards]
-        for name in state_names(self.config.base, self._momentum):
-            for key, value in host.expose([state[name] for state in states]):
+        if isinstance(base, SoapOptimizer):
+            for key, name, value in base.entries() if not host.state_outside else ():
                 shown[index[id(key)]][name] = value
-        if self.config.base != "sgd":
-            for key, value in host.expose_scalars([state[STEP] for state in states]):
-                shown[index[id(key)]][STEP] = value
+        else:
+            states = [self._base_state[shard.param] for shard in host.shards]
+            for name in state_names(self.config.base, self._momentum):
+                for key, value in host.expose([state[name] for state in states]):
+                    shown[index[id(key)]][name] = value
+            if self.config.base != "sgd":
+                for key, value in host.expose_scalars([state[STEP] for state in states]):
+                    shown[index[id(key)]][STEP] = value
         if not host.state_outside:
             for key, name, value in self._space.entries(host, base):
                 shown[index[id(key)]][name] = value
@@ -386,6 +402,8 @@ class DHO2(torch.optim.Optimizer):
         Raises:
             ConfigError: a setting cannot work on this host.
         """
+        if self.config.base == "soap":
+            host = self._own(host)
         self._check_k(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
@@ -394,8 +412,29 @@ class DHO2(torch.optim.Optimizer):
         self._host, self._source = host, source
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
-        self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
+        if isinstance(host, OwnerHost):
+            self._base = SoapOptimizer(host, self.config.soap, fused=fused, before=self._base)
+        else:
+            self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
         self._relink = True
+
+    def _own(self, inner: Host) -> Host:
+        """The engine's host in the owner layout."""
+        soap, moments_update_and_gradient = self.config.soap, 4
+        host = OwnerHost(
+            inner,
+            max_block=soap.max_block,
+            max_rotated=soap.max_precondition_dim,
+            vectors=moments_update_and_gradient + self.config.num_eigenvectors,
+        )
+        if host.balance[0] > TOLERANCE and is_main():
+            logger.warning(
+                "soap: the fullest rank has %.2f times the mean memory of %d blocks; lower soap.max_block from %d",
+                host.balance[0],
+                len(host.blocks),
+                soap.max_block,
+            )
+        return host
 
     def hook(self, handle: RemovableHandle) -> None:
         """Own the forward hook of the attached model; the previous one is removed."""
@@ -417,7 +456,8 @@ class DHO2(torch.optim.Optimizer):
         groups = [group["params"] for group in self.param_groups]
         host = ReplicatedHost("one process", nn.Module(), groups, groups, None)
         self.bind(host, source=None)
-        return host
+        assert self._host is not None
+        return self._host
 
     def _fused_for(self, host: Host) -> bool:
         if self.config.fused is not None:
@@ -463,7 +503,7 @@ class DHO2(torch.optim.Optimizer):
             self._link_state()
         elif not grads or not zero:
             return False
-        else:
+        elif self.config.base != "soap":
             for p in params:
                 init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
         self._stateful = True
@@ -476,21 +516,12 @@ class DHO2(torch.optim.Optimizer):
         """
         assert self._host is not None
         keys = self._host.keys()
-        if self._relink:
-            owned = {id(key) for key in keys}
-            for key in [key for key in self.state if id(key) not in owned]:
-                del self.state[key]  # another rank's share
-        for index, (shard, key) in enumerate(zip(self._host.shards, keys, strict=True)):
-            mine = self.state[key]
-            if self._relink:
-                for name, value in mine.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        mine[name] = self._host.absorb(index, value)
-            if self._relink or not mine:
-                init_state(
-                    self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum
-                )
-            self._base_state[shard.param] = mine
+        if isinstance(self._base, SoapOptimizer):
+            if self._relink and self.state and not self._host.state_outside:
+                self._base.load(self.state)
+                self.state.clear()
+        else:
+            self._link_shards(self._host, keys)
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
             found = self._loaded[1]
@@ -500,6 +531,22 @@ class DHO2(torch.optim.Optimizer):
                     for index, key in enumerate(keys)
                 }
             )
+
+    def _link_shards(self, host: Host, keys: list[Tensor]) -> None:
+        if self._relink:
+            owned = {id(key) for key in keys}
+            for key in [key for key in self.state if id(key) not in owned]:
+                del self.state[key]  # another rank's share
+        for index, (shard, key) in enumerate(zip(host.shards, keys, strict=True)):
+            mine = self.state[key]
+            if self._relink:
+                for name, value in mine.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        mine[name] = host.absorb(index, value)
+            if self._relink or not mine:
+                fused = self._fused_for(host)
+                init_state(self.config.base, shard.param, mine, fused=fused, momentum=self._momentum)
+            self._base_state[shard.param] = mine
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -523,7 +570,7 @@ class DHO2(torch.optim.Optimizer):
         base = self._base
         assert base is not None
         self._groups = groups
-        if not self._announced:
+        if not self._announced and self.config.num_eigenvectors:
             self._announced = True
             if is_main():
                 logger.info(
@@ -541,7 +588,8 @@ class DHO2(torch.optim.Optimizer):
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
-        self._schedule.advance(self._step, has_source=self._source is not None)
+        if self.config.num_eigenvectors:
+            self._schedule.advance(self._step, has_source=self._source is not None)
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)

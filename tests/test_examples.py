@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dho2_ds.config import CurvatureConfig, DHO2Config, parse_config
+from dho2_ds.config import CurvatureConfig, DHO2Config, SoapConfig, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
@@ -91,7 +91,7 @@ def test_config_is_valid(name: str) -> None:
 def test_readme_explains_every_config_and_key() -> None:
     text = (CONFIGS / "README.md").read_text()
     expected = [path.name for path in CONFIGS.glob("*.json")]
-    expected += [*DHO2Config.model_fields, *CurvatureConfig.model_fields]
+    expected += [*DHO2Config.model_fields, *CurvatureConfig.model_fields, *SoapConfig.model_fields]
     assert [name for name in expected if f"`{name}`" not in text] == []
 
 

@@ -66,7 +66,7 @@ def to_blocks(
     for block, owner in zip(blocks, owners, strict=True):
         if block.numel:
             of.setdefault(block.parameter, []).append((block, owner))
-    pieces = []
+    pieces: list[Piece] = []
     for rank, layout in enumerate(flat):
         for segment in layout.segments:
             for block, owner in of.get(segment.name, ()):
@@ -84,8 +84,8 @@ def _intersection(segment: Segment, rank: int, block: Block, owner: int, place: 
     else:
         groups = []
         inner = (first + (begin % width > 0), last + (end % width == 0))  # rows that it holds whole
-        for rows in ((first, min(inner[0], last + 1)), inner, (max(inner[1], inner[0]), last + 1)):
-            low, high = max(rows[0], block.row), min(rows[1], block.row + block.rows)
+        for top, bottom in ((first, min(inner[0], last + 1)), inner, (max(inner[1], inner[0]), last + 1)):
+            low, high = max(top, block.row), min(bottom, block.row + block.rows)
             if low >= high:
                 continue
             start = max(low * width + block.column, begin)
