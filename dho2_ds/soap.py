@@ -8,11 +8,12 @@ gradient Q_L^T G Q_R and the momentum m of G itself. A step is ``-lr P m`` with 
 whose symmetric root has sqrt(p) in the place of p. Neither depends on the signs of the eigenvectors, and vectors of
 P^(1/2) H P^(1/2) live in the coordinates of x: they need no remapping when the bases turn.
 
-Two things keep rounding errors out of the steps, so that engines and world sizes agree. Gradients often have a null
+Three things keep rounding errors out of the steps, so that engines and world sizes agree. Gradients often have a null
 space (a softmax layer's rows sum to zero, a pixel is always black): there the rotated gradient is rounding noise, which
 dividing by its own root mean square would enlarge to the size of a step; the term with tau, the resolution of float32,
-stops that and changes entries of relative size 1e-4 by 1e-4. And the first gradient of a matrix has a low rank, so the
-basis of the rest would be arbitrary: a small falling diagonal chooses it.
+stops that and changes entries of relative size 1e-4 by 1e-4. The first gradients of a matrix often have a low rank, so
+that the basis of their null space would be arbitrary: it is that of a falling diagonal (:data:`NULL`), and stays until
+there is something to turn it by (:data:`SHIFT`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,14 @@ RESOLUTION = 1e-6
 """tau: smaller entries of a rotated gradient, relative to the largest, are rounding noise in float32 (6e-8 per
 operation, sums over a batch)."""
 
-TIE_BREAK = 1e-3
-"""Size of the diagonal that is added to the first factor, relative to its trace: well above rounding noise, and gone
-from the tenth step on."""
+NULL = 1e-4
+"""Eigenvalues of the first factor below this, relative to the largest, belong to what is treated as its null space. A
+gradient with float32 rounding errors has eigenvalues of 1e-7 and less there; eigenvectors of eigenvalues above it are
+accurate to 1e-3."""
+
+SHIFT = 1e-6
+"""Added to a factor when its basis is turned, relative to its largest eigenvalue. Eigenvectors do not change, and where
+the factor is zero to rounding the basis stays as it is, where a QR decomposition of noise would choose a new one."""
 
 _TINY = 1e-30
 
@@ -122,17 +128,21 @@ class SoapMatrix:
     def _decompose(self) -> None:
         """Eigenbases of the factors, leading eigenvectors first; in float64, this once."""
         for name, basis in self._sides:
-            factor = self.state[name].to(torch.float64, copy=True)
-            ramp = torch.linspace(1.0, 0.0, len(factor), dtype=factor.dtype, device=factor.device)
-            factor.diagonal().add_(ramp * factor.trace(), alpha=TIE_BREAK)
-            self.state[basis].copy_(torch.linalg.eigh(factor).eigenvectors.flip(1))
+            values, vectors = torch.linalg.eigh(self.state[name].double())
+            null = vectors[:, values <= NULL * values[-1]]
+            if null.numel():
+                ramp = torch.linspace(1.0, 0.0, len(values), dtype=values.dtype, device=values.device)
+                null = null @ torch.linalg.eigh(null.T @ (ramp[:, None] * null)).eigenvectors
+            self.state[basis].copy_(torch.cat([null, vectors[:, null.shape[1] :]], dim=1).flip(1))
 
     def _turn(self) -> None:
-        """One step of orthogonal iteration: columns by falling Rayleigh quotient (v follows), then QR."""
+        """One step of orthogonal iteration with the factor: columns by falling Rayleigh quotient (v follows), then QR."""
         v = self.state[EXP_AVG_SQ]
         for factor, basis in self._sides:
             vectors = self.state[basis]
             products = self.state[factor] @ vectors
-            order = (vectors * products).sum(0).argsort(descending=True, stable=True)
+            quotients = (vectors * products).sum(0)
+            order = quotients.argsort(descending=True, stable=True)
             v.copy_(v.index_select(0 if factor == LEFT else 1, order))
+            products.addcmul_(vectors, quotients.max(), value=SHIFT)
             vectors.copy_(torch.linalg.qr(products.index_select(1, order)).Q)

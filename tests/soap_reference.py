@@ -1,7 +1,6 @@
-"""SOAP and the adaptive rule on SOAP, slow and plain: float64, one process, dense matrices built column by column.
+"""SOAP and both update rules on SOAP, slow and plain: float64, one process, dense Hessian and dense P^(1/2).
 
-Written from the equations and independent of the package: for each matrix the preconditioner P and its root are formed
-as (mn x mn) matrices from Kronecker products, the Hessian is dense.
+Written from the equations and independent of the package.
 """
 
 from __future__ import annotations
@@ -42,9 +41,15 @@ class SoapTensor:
             for side in (0, 1):
                 if self.rotated[side]:
                     n = self.shape[side]
-                    ramp = torch.diag(torch.linspace(1, 0, n, dtype=torch.float64))
-                    chosen = self.factors[side] + 1e-3 * torch.trace(self.factors[side]) * ramp
-                    self.bases[side] = torch.linalg.eigh(chosen).eigenvectors.flip(1)
+                    values, vectors = torch.linalg.eigh(self.factors[side])
+                    values, vectors = values.flip(0), vectors.flip(1)
+                    rank = int((values > 1e-4 * values[0]).sum())
+                    diagonal = torch.diag(torch.linspace(1, 0, n, dtype=torch.float64))
+                    if rank < n:
+                        null = vectors[:, rank:]
+                        null = null @ torch.linalg.eigh(null.T @ diagonal @ null).eigenvectors.flip(1)
+                        vectors = torch.cat([vectors[:, :rank], null], dim=1)
+                    self.bases[side] = vectors
         else:
             if self.steps and self.steps % self.frequency == 0:
                 self._power_step()
@@ -62,26 +67,27 @@ class SoapTensor:
         for side in (0, 1):
             if self.rotated[side]:
                 product = self.factors[side] @ self.bases[side]
-                order = torch.diag(self.bases[side].T @ product).argsort(descending=True)
+                quotients = torch.diag(self.bases[side].T @ product)
+                order = quotients.argsort(descending=True)
                 self.v = self.v.index_select(side, order)
-                self.bases[side] = torch.linalg.qr(product[:, order])[0]
+                shifted = product + 1e-6 * quotients.max() * self.bases[side]
+                self.bases[side] = torch.linalg.qr(shifted[:, order])[0]
 
     def direction(self, beta1: float) -> Tensor:
         """m_hat, flat."""
         return (self.m / (1 - beta1**self.steps) if self.steps else self.m).reshape(-1)
 
-    def preconditioner(self, beta2: float, eps: float, power: float) -> Tensor:
-        """P^power as a dense matrix; zero where nothing has moved yet."""
+    def apply(self, x: Tensor, beta2: float, eps: float, power: float) -> Tensor:
+        """P^power x for a flat x; zero where nothing has moved yet."""
         if self.steps == 0:
-            n = self.m.numel()
-            return torch.zeros(n, n, dtype=torch.float64)
-        rotation = torch.kron(self.bases[0], self.bases[1])
-        sigma = (self.v / (1 - beta2**self.steps)).sqrt().reshape(-1)
-        if not self.matrix:
-            return torch.diag((sigma + eps) ** -power)
-        p = 1 / (sigma + eps + (1e-6 * sigma.max()) ** 2 / sigma)
-        p[sigma == 0] = 0.0
-        return rotation @ torch.diag(p**power) @ rotation.T
+            return torch.zeros_like(x)
+        sigma = (self.v / (1 - beta2**self.steps)).sqrt()
+        p = 1 / (sigma + eps)
+        if self.matrix:
+            p = 1 / (sigma + eps + (1e-6 * sigma.max()) ** 2 / sigma)
+            p[sigma == 0] = 0.0
+        rotated = self.bases[0].T @ x.view(self.shape) @ self.bases[1]
+        return (self.bases[0] @ (p**power * rotated) @ self.bases[1].T).reshape(-1)
 
 
 class SoapReference(Reference):
@@ -110,22 +116,25 @@ class SoapReference(Reference):
             for p in params
         ]
 
-    def _power(self, power: float) -> Tensor:
-        return torch.block_diag(*[t.preconditioner(self.beta2, self.eps, power) for t in self.tensors])
+    def _apply(self, x: Tensor, power: float) -> Tensor:
+        parts = x.split([p.numel() for p in self.params])
+        applied = [t.apply(part, self.beta2, self.eps, power) for t, part in zip(self.tensors, parts, strict=True)]
+        return torch.cat(applied)
 
     def _base_direction(self, g: Tensor, w: Tensor) -> Tensor:
         for t, part in zip(self.tensors, g.split([p.numel() for p in self.params]), strict=True):
             t.update(part, (self.beta1, self.beta2))
         self.direction = torch.cat([t.direction(self.beta1) for t in self.tensors])
-        return self._power(1.0) @ self.direction
+        return self._apply(self.direction, 1.0)
 
-    def root(self) -> Tensor:
-        """(n, n): P^(1/2), with the ratios of the groups' learning rates folded in."""
+    def root(self, x: Tensor) -> Tensor:
+        """P^(1/2) x, with the ratios of the groups' learning rates folded in; they are equal within a parameter."""
         rho = self._lr() / self._lr_ref() if self._lr_ref() > 0 else torch.zeros_like(self.buf)
-        return torch.diag(rho.sqrt()) @ self._power(0.5)
+        return rho.sqrt() * self._apply(x, 0.5)
 
     def preconditioned_hessian(self, batch: Any) -> Tensor:
-        root = self.root()
+        """(n, n) P^(1/2) H P^(1/2), with the dense root."""
+        root = torch.stack([self.root(unit) for unit in torch.eye(self.buf.numel(), dtype=torch.float64)], dim=1)
         return root @ self.hessian(batch) @ root.T
 
     def refresh(self, curvature_batch: Any) -> None:
@@ -144,7 +153,6 @@ class SoapReference(Reference):
         assert self.Q is not None
         w = self._decayed(w)
         step = -self._lr() * self.scale * self._base_direction(g, w)
-        root = self.root()
-        c = self.Q @ (root.T @ self.direction)
+        c = self.Q @ self.root(self.direction)
         a = (self._lr_ref() * self.scale - self._alpha() / self._floored()) * c
-        return w + step + root @ (self.Q.T @ a)
+        return w + step + self.root(self.Q.T @ a)
