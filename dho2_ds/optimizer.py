@@ -305,15 +305,40 @@ class DHO2(torch.optim.Optimizer):
         assert host is not None
         self._link_state()
         self._space.verify(host)
-        if self._space.basis is None:
-            return
+        if self._space.basis is not None:
+            rows = self._space.basis.vectors
+            self._together(lambda: write(host.reducer.rank, host.layouts, host.sizes, self._record(), rows))
+
+    def save_base(self, write: Callable[..., None]) -> None:
+        """Let ``write`` keep this rank's state of the base ``soap``; nothing to do for torch's. Collective."""
+        base, host = self._base, self._host
+        if isinstance(base, SoapOptimizer) and host is not None:
+            record, state = Record(kept=1, born=self._step), base.pack()[None]
+            self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
+
+    def load_base(self, read: Callable[..., Tensor]) -> None:
+        """Take the state of the base ``soap`` of the checkpoint just loaded from ``read``. Collective.
+
+        Raises:
+            ValueError: it is missing, damaged or of other blocks (RuntimeError on the other ranks): training on
+                without it would be another run.
+        """
+        base, host = self._base, self._host
+        if isinstance(base, SoapOptimizer) and host is not None and self._step:
+            layout, record = base.state_layouts[host.reducer.rank], Record(kept=1, born=self._step)
+            self._together(lambda: base.buffer.copy_(read(layout, base.state_sizes, record)[0]))
+            base.unpack()
+
+    def _together(self, call: Callable[[], object]) -> None:
+        """Call, and raise on every rank if one of them raised."""
+        assert self._host is not None
         error: Exception | None = None
         try:
-            write(host.reducer.rank, host.layouts, host.sizes, self._record(), self._space.basis.vectors)
+            call()
         except Exception as caught:  # raised below, on every rank together
             error = caught
-        if not host.agreement.agree(error is None):
-            raise error or RuntimeError("the eigenbasis could not be saved on another rank; see that rank's error")
+        if not self._host.agreement.agree(error is None):
+            raise error or RuntimeError("a checkpoint's part could not be saved or loaded on another rank; see there")
 
     def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
         """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.

@@ -136,7 +136,7 @@ class SoapMatrix:
             self.state[basis].copy_(torch.cat([null, vectors[:, null.shape[1] :]], dim=1).flip(1))
 
     def _turn(self) -> None:
-        """One step of orthogonal iteration with the factor: columns by falling Rayleigh quotient (v follows), then QR."""
+        """One step of orthogonal iteration: columns by falling Rayleigh quotient (v follows), a product, then QR."""
         v = self.state[EXP_AVG_SQ]
         for factor, basis in self._sides:
             vectors = self.state[basis]
