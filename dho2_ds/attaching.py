@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dho2_ds.hosts.base import Loss
+from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import is_engine, make_host
 from dho2_ds.optimizer import DHO2
 
@@ -26,7 +26,8 @@ def attach(
     """Tell a :class:`dho2_ds.DHO2` optimizer which model it trains and how to evaluate its loss.
 
     Args:
-        model: what the training loop calls: a DeepSpeed engine, a ``DistributedDataParallel``, or a module.
+        model: what the training loop calls: a DeepSpeed engine, an FSDP root (``fully_shard`` or
+            ``FullyShardedDataParallel``), a ``DistributedDataParallel``, or a module.
         optimizer: the optimizer; may be left out for an engine, which knows it.
         loss_fn: ``loss_fn(model, batch) -> scalar``. Left out, the model must return its loss (a scalar, an output
             with ``.loss``, a mapping with ``"loss"``, or a tuple whose first item is the loss), and the arguments of
@@ -53,13 +54,17 @@ def attach(
     if not owner.uses_host:
         return
     source = LossSource(loss_fn, data, owner.config.curvature.batches)
-    owner.bind(make_host(model, owner.param_groups), source.losses)
+
+    def build() -> Host:
+        return make_host(model, owner.param_groups, optimizer)
+
+    owner.bind(build(), source.losses, rebuild=build)
     if owner.config.num_eigenvectors:
         owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
 
 
 def as_dho2(optimizer: object) -> DHO2:
-    """Look through DeepSpeed's and Accelerate's wrappers.
+    """Look through DeepSpeed's, Accelerate's and ZeroRedundancyOptimizer's wrappers.
 
     Raises:
         TypeError: there is no DHO2 optimizer inside.
@@ -68,7 +73,8 @@ def as_dho2(optimizer: object) -> DHO2:
     for _ in range(4):
         if isinstance(candidate, DHO2):
             return candidate
-        candidate = getattr(candidate, "basic_optimizer", None) or getattr(candidate, "optimizer", None)
+        inner = (getattr(candidate, name, None) for name in ("basic_optimizer", "optimizer", "optim"))
+        candidate = next((found for found in inner if found is not None), None)
     raise TypeError(f"optimizer={type(optimizer).__name__}: must be a DHO2 optimizer; build dho2_ds.DHO2(...)")
 
 

@@ -142,18 +142,23 @@ def strip(group: dict[str, Any], keep: set[str]) -> None:
 
 
 def normalise(mine: dict[str, Any], saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Undo what torch's ``load_state_dict`` did to one parameter's state: it casts to the parameter's dtype.
+    """Undo what torch's ``load_state_dict`` did to one parameter's eigenvectors: it casts to the parameter's dtype.
 
     Other Adams keep their step count as an int, or in the param group.
     """
     for name, value in saved.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name in mine and name != STEP:
-            held = mine[name]
-            if held.dtype != value.dtype:
-                mine[name] = value.to(device=held.device, copy=True)
+        if isinstance(name, str) and name.startswith(ROW) and isinstance(value, Tensor):
+            mine[name] = value.to(device=mine[name].device)
     step = mine.get(STEP, group.get(STEP) if EXP_AVG in mine else None)
     if step is not None and not isinstance(step, Tensor):
         mine[STEP] = torch.tensor(float(step), dtype=torch.float32)
+
+
+def reserve_rows(mine: dict[str, Any], k: int) -> None:
+    """Keep the names of the eigenvector entries in a parameter's state: torch's flattened state dicts load only into
+    names that are there. The rows themselves live elsewhere; ``state_dict`` puts them in."""
+    for i in range(k):
+        mine.setdefault(f"{ROW}{i}", None)
 
 
 def take_rows(mine: dict[str, Any]) -> dict[int, Tensor]:

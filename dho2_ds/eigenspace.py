@@ -81,13 +81,15 @@ class Eigenspace:
 
     def allocate(self, host: Host, dtype: torch.dtype, device: torch.device, rows: int = 0) -> Tensor:
         """The storage for bases found in ``dtype``, made of zeros if there is none that fits."""
-        kept = getattr(torch, self._config.curvature.eigenvector_dtype)
-        if dtype == torch.float64 and kept == torch.float32:
-            kept = torch.float64
         shape = (max(self._config.num_eigenvectors, rows), host.layout.numel)
         if self.storage is None or self.storage.shape != shape:
-            self.storage = torch.zeros(shape, dtype=kept, device=device)
+            self.storage = torch.zeros(shape, dtype=self.dtype(dtype), device=device)
         return self.storage
+
+    def dtype(self, found: torch.dtype) -> torch.dtype:
+        """In which a basis computed in ``found`` is kept."""
+        kept: torch.dtype = getattr(torch, self._config.curvature.eigenvector_dtype)
+        return torch.float64 if found == torch.float64 and kept == torch.float32 else kept
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -136,7 +138,6 @@ class Eigenspace:
         if (record.rule, record.base) != (ours.rule, ours.base):
             return "it was computed for another rule or base"
         storage = self.allocate(host, base.dtype, base.device)
-        storage.zero_()
         for index, shard in enumerate(host.shards):
             for i in range(wanted):
                 row = rows.get(index, {}).get(i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dho2_ds.base import STEP, BaseOptimizer, init_state, torch_optimizer
 from dho2_ds.checkpoint import (
+    COUNTERS,
     GROUPS,
     ROW,
     Record,
     check_groups,
     normalise,
+    reserve_rows,
     state_names,
     strip,
     take_rows,
@@ -85,6 +88,7 @@ class DHO2(torch.optim.Optimizer):
         self._host: Host | None = None
         self._hook: RemovableHandle | None = None
         self._source: Callable[[], Sequence[Loss]] | None = None
+        self._rebuild: Callable[[], Host] | None = None
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
         self._original = [id(p) for p in iter_params(self.param_groups)]
@@ -110,6 +114,7 @@ class DHO2(torch.optim.Optimizer):
         """True while a refresh evaluates the model: forwards seen meanwhile are its own."""
         allow_under_deepspeed(type(self))
         if self.uses_host:
+            self._reserve_record()
             watch_for_engine(self)
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -228,12 +233,12 @@ class DHO2(torch.optim.Optimizer):
             self._link_state()
             self._host.meet("DHO2.state_dict()")
         packed: dict[str, Any] = super().state_dict()
+        defaults = torch_group_keys(self.config.base, self.param_groups[0])
+        packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
         if not self.uses_host or not self._stateful:
             return packed
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
-        defaults = torch_group_keys(self.config.base, self.param_groups[0])
-        packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
         first = packed["param_groups"][0]
         first.update(self._record().pack(self.config.num_eigenvectors))
         if self._host is not None and self._host.state_outside:
@@ -269,6 +274,7 @@ class DHO2(torch.optim.Optimizer):
         Args:
             rows: {id of a parameter: {row: eigenvector, shaped like the parameter's state}}; None: none yet.
         """
+        had_curvature = COUNTERS in self.param_groups[0] or any((rows or {}).values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
         for group, saved in zip(self.param_groups, hyper, strict=False):
@@ -278,6 +284,7 @@ class DHO2(torch.optim.Optimizer):
         self._groups = self.param_groups
         if not self.uses_host:
             return
+        self._reserve_record()
         for mine in self.state.values():
             if isinstance(mine.get(STEP), Tensor):  # DeepSpeed's universal loader shares one between all sub-groups
                 mine[STEP] = mine[STEP].clone()
@@ -286,11 +293,16 @@ class DHO2(torch.optim.Optimizer):
         self._space.drop()
         self._schedule.due_since, self._step, self._finite_difference = None, 0, None
         if record is not None:
-            self._step, self._reference_lr = int(record.step), record.reference_lr
+            self._step, self._reference_lr = int(record.step), record.reference_lr or self._reference_lr
             self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
             self._totals = {key: int(getattr(record, key)) for key in self._totals}
             self._difference_state = (record.tau, record.gradient_norm, record.growth)
             self._loaded = (record, rows or {})
+        elif had_curvature:
+            logger.warning(
+                "the checkpoint's curvature entries (dho2_*) are missing or damaged: the base optimizer goes on alone "
+                "until the next refresh, and the refresh schedule starts anew"
+            )
         if self._base is not None:
             self._base.forget_steps()
         if self._host is not None and self._stateful:
@@ -369,6 +381,12 @@ class DHO2(torch.optim.Optimizer):
         if problem and rows:
             logger.warning("the checkpoint's eigenbasis is not used: %s", problem)
 
+    def _reserve_record(self) -> None:
+        """Keep the record's keys in the first param group: torch's flattened state dicts load only into those. The
+        values there mean nothing; ``state_dict`` puts in the present ones."""
+        empty = Record.of(self.config.rule, self.config.base).pack(self.config.num_eigenvectors)
+        self.param_groups[0].update(empty)
+
     def _record(self) -> Record:
         due, fd = self._schedule.due_since, self._finite_difference
         record = Record.of(self.config.rule, self.config.base)
@@ -391,7 +409,8 @@ class DHO2(torch.optim.Optimizer):
         if host is None or base is None:  # no model yet: a fresh optimizer that a checkpoint is to be loaded into
             for p, mine in self.state.items():
                 rows = self._loaded[1].get(id(p), {}) if self._loaded is not None else {}
-                empty = {i: torch.zeros_like(p, dtype=torch.float32) for i in range(k) if i not in rows}
+                dtype = self._space.dtype(p.dtype)
+                empty = {i: torch.zeros_like(p, dtype=dtype) for i in range(k) if i not in rows}
                 shown[index[id(p)]] = {**mine, **{f"{ROW}{i}": v for i, v in {**rows, **empty}.items() if i < k}}
             return dict(shown)
         if isinstance(base, SoapOptimizer):
@@ -421,8 +440,15 @@ class DHO2(torch.optim.Optimizer):
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bind(self, host: Host, source: Callable[[], Sequence[Loss]] | None) -> None:
+    def bind(
+        self,
+        host: Host,
+        source: Callable[[], Sequence[Loss]] | None,
+        rebuild: Callable[[], Host] | None = None,
+    ) -> None:
         """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
+
+        ``rebuild`` makes the host anew when the parameters in the param groups were replaced (Accelerate does that).
 
         Raises:
             ConfigError: a setting cannot work on this host.
@@ -434,7 +460,7 @@ class DHO2(torch.optim.Optimizer):
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
         if self._host is not None and self._host.layout != host.layout:
             self._space.drop()
-        self._host, self._source = host, source
+        self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
         if isinstance(host, OwnerHost):
@@ -491,15 +517,16 @@ class DHO2(torch.optim.Optimizer):
 
     def _check_params(self) -> None:
         trainable = [p for p in iter_params(self.param_groups) if p.requires_grad]
-        if not trainable:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not trainable and not several:
             raise ConfigError("params: must hold a parameter with requires_grad=True; unfreeze one")
         for p in trainable:
             if p.is_complex():
                 raise ConfigError(f"params: a parameter has dtype {p.dtype}: must be real; use torch.view_as_real")
             if p.is_sparse or p.layout != torch.strided:
                 raise ConfigError(f"params: a parameter has layout {p.layout}: must be dense; call .to_dense()")
-        numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable)
-        self._check_k(numel)
+        if not several:  # else a rank may see a part, or none, of the parameters; `bind` knows them all
+            self._check_k(sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable))
 
     def _check_k(self, numel: int) -> None:
         if self.config.num_eigenvectors >= max(numel, 1):
@@ -531,6 +558,7 @@ class DHO2(torch.optim.Optimizer):
         elif self.config.base != "soap":
             for p in params:
                 init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
+                reserve_rows(self.state[p], self.config.num_eigenvectors)
         self._stateful = True
         return True
 
@@ -542,26 +570,36 @@ class DHO2(torch.optim.Optimizer):
         assert self._host is not None
         keys = self._host.keys()
         if isinstance(self._base, SoapOptimizer):
-            if self._relink and self.state and not self._host.state_outside:
-                self._base.load(self.state)
-                self.state.clear()
+            self._link_soap(self._base, self._host)
         else:
             self._link_shards(self._host, keys)
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
             found = self._loaded[1]
-            self._restore(
-                {
-                    index: {i: self._host.absorb(index, row) for i, row in found.get(id(key), {}).items()}
-                    for index, key in enumerate(keys)
-                }
-            )
+            self._restore({i: self._absorb_rows(i, found.get(id(key), {})) for i, key in enumerate(keys)})
+
+    def _absorb_rows(self, index: int, rows: dict[int, Tensor]) -> dict[int, Tensor]:
+        """This rank's part of loaded eigenvectors; those of another shape are left out."""
+        assert self._host is not None
+        mine = {}
+        for i, row in rows.items():
+            with contextlib.suppress(ValueError):
+                mine[i] = self._host.absorb(index, row)
+        return mine
+
+    def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
+        """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only keys."""
+        if self._relink and not host.state_outside:
+            if any(self.state.values()):
+                base.load(self.state)
+            self.state.clear()
+            self.state.update({p: {} for p in iter_params(self.param_groups)})
 
     def _link_shards(self, host: Host, keys: list[Tensor]) -> None:
         if self._relink:
             owned = {id(key) for key in keys}
             for key in [key for key in self.state if id(key) not in owned]:
-                del self.state[key]  # another rank's share
+                self.state[key] = {}  # another rank's share; torch takes an optimizer without any key for a fresh one
         for index, (shard, key) in enumerate(zip(host.shards, keys, strict=True)):
             mine = self.state[key]
             if self._relink:
@@ -571,6 +609,8 @@ class DHO2(torch.optim.Optimizer):
             if self._relink or not mine:
                 fused = self._fused_for(host)
                 init_state(self.config.base, shard.param, mine, fused=fused, momentum=self._momentum)
+            if not host.state_outside:
+                reserve_rows(mine, self.config.num_eigenvectors)
             self._base_state[shard.param] = mine
 
     # -- stepping -----------------------------------------------------------------------------------------------
@@ -585,6 +625,9 @@ class DHO2(torch.optim.Optimizer):
         self._plain.step()
 
     def _hybrid_step(self, host: Host) -> None:
+        if self._rebuild is not None and not host.current(self.param_groups):
+            self.bind(self._rebuild(), self._source, self._rebuild)
+            host = self._host or host
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)

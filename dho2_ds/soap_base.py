@@ -149,7 +149,7 @@ class SoapOptimizer(BaseOptimizer):
 
     def entries(self) -> list[tuple[Tensor, str, Tensor]]:
         """(key, name, tensor) of every block of every parameter, whole; a collective where the host gathers."""
-        keys = self._host.named_keys()
+        keys = self._keys()
         whole = replicated(self.state_sizes, len(self.state_layouts))
         flat = redistribute(
             self.pack(), self.state_layouts, whole, self._host.reducer.group, rank=self._host.reducer.rank
@@ -170,7 +170,7 @@ class SoapOptimizer(BaseOptimizer):
         Raises:
             ConfigError: it is not of this base or of other blocks.
         """
-        keys = self._host.named_keys()
+        keys = self._keys()
         targets = {block.name: i for i, block in enumerate(self._host.owned)}
         places = {s.name: s for s in self.state_layouts[self._host.reducer.rank].segments}
         self.buffer.zero_()
@@ -188,6 +188,15 @@ class SoapOptimizer(BaseOptimizer):
                     )
                 self.buffer[place.offset : place.offset + place.length].copy_(value.reshape(-1))
         self.unpack()
+
+    def _keys(self) -> dict[str, Tensor]:
+        keys = self._host.named_keys()
+        if not keys:
+            raise RuntimeError(
+                f"base 'soap' on {self._host.name}: its state cannot be in a state dict; use DDP or DeepSpeed where "
+                "checkpoints are needed"
+            )
+        return keys
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
         """Every block with its number within the parameter."""

@@ -46,8 +46,8 @@ def spectrum(
     """The k eigenvalues of largest magnitude of the Hessian of ``loss_fn`` over all trainable parameters.
 
     Args:
-        model: a module in one process, ``DistributedDataParallel``, or a DeepSpeed engine of any ZeRO stage at a
-            gradient accumulation boundary. Left as it was: weights, gradients, buffers and RNG state.
+        model: a module in one process, ``DistributedDataParallel``, an FSDP root, or a DeepSpeed engine of any ZeRO
+            stage at a gradient accumulation boundary. Left as it was: weights, gradients, buffers and RNG state.
         loss_fn: ``loss_fn(model, batch) -> scalar``, the mean loss of a batch.
         data: batches, each rank its own; the first ``batches`` are used and averaged.
         k: eigenvalues wanted. lanczos_steps: products to spend; None: max(2k + 4, 2 ln n).

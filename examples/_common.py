@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -56,6 +54,8 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def skip_shm_op() -> None:
     """On CPU, stop DeepSpeed from compiling its shared-memory all-reduce: minutes of work, a hang on a stale lock."""
+    from deepspeed.accelerator import get_accelerator
+
     if get_accelerator().device_name() == "cpu":
         backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
         backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -63,6 +63,9 @@ def skip_shm_op() -> None:
 
 def start(seed: int, local_rank: int = 0) -> tuple[int, int, torch.device]:
     """Join the launcher's world. Returns (rank, world size, device); every rank continues with the same seed."""
+    import deepspeed  # here, because the FSDP examples do without
+    from deepspeed.accelerator import get_accelerator
+
     skip_shm_op()
     deepspeed.init_distributed(verbose=False)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -103,6 +106,8 @@ def library_text(block: int, limit: int = 1_000_000) -> Tensor:
 
 def deepspeed_host(model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep, torch.optim.Optimizer]:
     """Train with a DeepSpeed engine. Nothing here knows DHO2: the JSON names it."""
+    import deepspeed
+
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def train_step(batches: Iterator[Tensor]) -> Tensor:

@@ -50,8 +50,8 @@ def deepspeed(script: str, *arguments: str) -> list[str]:
     return ["deepspeed", "--num_gpus", "2", "--master_port", str(port), str(EXAMPLES / script), *arguments]
 
 
-def torchrun(script: str, *arguments: str) -> list[str]:
-    return ["torchrun", "--standalone", "--nproc_per_node", "2", str(EXAMPLES / script), *arguments]
+def torchrun(script: str, *arguments: str, ranks: int = 2) -> list[str]:
+    return ["torchrun", "--standalone", "--nproc_per_node", str(ranks), str(EXAMPLES / script), *arguments]
 
 
 def quick_config(name: str, folder: Path) -> str:
@@ -103,6 +103,28 @@ def test_autoencoder_with_the_deepspeed_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["digits_autoencoder.py", "char_gpt.py"])
 def test_plain_ddp_with_torchrun(script: str, tmp_path: Path) -> None:
     check_report(launch(torchrun(script, "--ddp", *example_arguments("zero2.json", tmp_path)), tmp_path))
+
+
+def fsdp_arguments(folder: Path, steps: int = 5) -> list[str]:
+    return ["--steps", str(steps), "--warmup", "2", "--interval", "2", "--num-eigenvectors", "2", "--save", str(folder)]
+
+
+def test_fsdp2_saves_and_resumes(tmp_path: Path) -> None:
+    """Refreshes are due after steps 2 and 4, then 6: counters and eigenbasis come out of the checkpoint."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    check_report(launch(torchrun("train_fsdp2.py", *fsdp_arguments(first)), tmp_path))
+    report = reported(launch(torchrun("train_fsdp2.py", *fsdp_arguments(second, 2), "--resume", str(first)), tmp_path))
+    assert (report["steps"], report["refreshes"]) == ("7", "3")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_hsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    check_report(launch(torchrun("train_hsdp.py", *fsdp_arguments(first), ranks=4), tmp_path))
+    command = torchrun("train_fsdp2.py", *fsdp_arguments(second, 2), "--resume", str(first), "--bf16", ranks=3)
+    report = reported(launch(command, tmp_path))
+    assert (report["steps"], report["refreshes"]) == ("7", "3")
 
 
 @pytest.mark.slow

@@ -34,11 +34,12 @@ def settings(rule: str) -> dict[str, Any]:
 
 
 @cache
-def reference(rule: str) -> tuple[list[float], torch.Tensor]:
+def reference(rule: str, decay: float | None = None) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of the float64 reference."""
     chosen = settings(rule)
     params = [p.detach().double() for p in engines.Classifier().parameters()]
-    decay = 0.0 if rule == "fosi-sgd" else 0.05
+    if decay is None:
+        decay = 0.0 if rule == "fosi-sgd" else 0.05
     model = Reference(
         engines.classifier_loss,
         params,
@@ -64,8 +65,8 @@ def reference(rule: str) -> tuple[list[float], torch.Tensor]:
     return losses, model.weights()
 
 
-def check(rule: str, result: dict[str, Any], label: str) -> None:
-    losses, weights = reference(rule)
+def check(rule: str, result: dict[str, Any], label: str, decay: float | None = None) -> None:
+    losses, weights = reference(rule, decay)
     got = torch.tensor(result["losses"], dtype=torch.float64)
     want = torch.tensor(losses, dtype=torch.float64)
     assert ((got - want).abs() / want).max() < 1e-4, (label, (got - want).abs().max())

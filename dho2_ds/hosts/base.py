@@ -181,11 +181,15 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 
 
 class ModelState:
-    """Snapshot of what a forward or backward pass changes besides weights: RNG, module buffers and ``.grad``."""
+    """Snapshot of what a forward or backward pass changes besides weights: RNG, module buffers and ``.grad``.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``clone_grads``: the engine writes into the saved gradients' storage, so values are kept too.
+    """
+
+    def __init__(self, module: nn.Module, *, clone_grads: bool = False) -> None:
         self._params = [p for p in module.parameters() if p.requires_grad]
         self._grads = [p.grad for p in self._params]
+        self._values = [g.clone() if clone_grads and g is not None else None for g in self._grads]
         self._buffers = list(module.buffers())
         self._saved_buffers = [b.clone() for b in self._buffers]
         devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
@@ -213,8 +217,11 @@ class ModelState:
 
     def restore(self) -> None:
         self.rewind()
-        for param, grad in zip(self._params, self._grads, strict=True):
-            param.grad = grad
+        with torch.no_grad():
+            for param, grad, value in zip(self._params, self._grads, self._values, strict=True):
+                param.grad = grad
+                if grad is not None and value is not None:
+                    grad.copy_(value)
 
 
 def scalar_loss(value: object, where: str = "loss_fn") -> Tensor:

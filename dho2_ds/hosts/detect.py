@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dho2_ds.config import ConfigError
 from dho2_ds.hosts.base import Host
 from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.hosts.zero import BF16Host, ZeroHost
 from dho2_ds.hosts.zero3 import Zero3Host
+from dho2_ds.hosts.zero_redundancy import ZeroRedundancyHost
 
 
 def is_engine(model: object) -> bool:
@@ -21,12 +23,13 @@ def is_engine(model: object) -> bool:
     return hasattr(model, "basic_optimizer") and hasattr(model, "zero_optimization_stage")
 
 
-def make_host(model: nn.Module, groups: list[dict[str, Any]]) -> Host:
-    """Build the adapter for what the training loop calls.
+def make_host(model: nn.Module, groups: list[dict[str, Any]], optimizer: object = None) -> Host:
+    """Build the adapter for what the training loop calls. A collective on FSDP and ZeroRedundancyOptimizer.
 
     Args:
-        model: a DeepSpeed engine, ``DistributedDataParallel``, or a plain module in one process.
-        groups: the optimizer's param groups (used by the replicated hosts).
+        model: a DeepSpeed engine, an FSDP root, ``DistributedDataParallel``, or a plain module in one process.
+        groups: the optimizer's param groups (not used under DeepSpeed).
+        optimizer: what the training loop steps, possibly a wrapper such as ``ZeroRedundancyOptimizer``.
 
     Raises:
         ConfigError: the engine is set up in a way that is not supported; names the setting and the way out.
@@ -34,13 +37,16 @@ def make_host(model: nn.Module, groups: list[dict[str, Any]]) -> Host:
     if is_engine(model):
         return _engine_host(model)
     params = [group["params"] for group in groups]
+    sharded = _fsdp_host(model, params)
+    if sharded is not None:
+        return sharded
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if hasattr(optimizer, "consolidate_state_dict"):
+        if getattr(optimizer, "_overlap_with_ddp", False):
+            raise ConfigError("overlap_with_ddp=True: must be False; the hybrid step needs all gradients at once")
+        return ZeroRedundancyHost(inner, params, optimizer.process_group)  # type: ignore[attr-defined]
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return ReplicatedHost("DistributedDataParallel", model.module, params, params, model.process_group)
-    for module in model.modules():
-        if "FullyShardedDataParallel" in type(module).__name__ or type(module).__name__.startswith("FSDP"):
-            raise ConfigError(
-                "model: must not be sharded by FSDP in this version; use DeepSpeed ZeRO 1-3 for sharded weights"
-            )
+        return ReplicatedHost("DistributedDataParallel", inner, params, params, model.process_group)
     known = {id(p) for p in model.parameters()}
     if not any(id(p) in known for group in params for p in group):
         raise ConfigError(
@@ -50,9 +56,24 @@ def make_host(model: nn.Module, groups: list[dict[str, Any]]) -> Host:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"model={type(model).__name__}: must be wrapped with {dist.get_world_size()} ranks; "
-            "attach the DistributedDataParallel module or the DeepSpeed engine"
+            "attach the FSDP or DistributedDataParallel module or the DeepSpeed engine"
         )
     return ReplicatedHost("one process", model, params, params, None)
+
+
+def _fsdp_host(model: nn.Module, params: list[list[Tensor]]) -> Host | None:
+    """The host of a model sharded by FSDP, else None. FSDP is imported only where the model's author did."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters()):
+        from dho2_ds.hosts.fsdp2 import FSDP2Host
+
+        return FSDP2Host(model, params)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        from dho2_ds.hosts.fsdp1 import FSDP1Host
+
+        return FSDP1Host(model, params)
+    return None
 
 
 def _engine_host(engine: Any) -> Host:

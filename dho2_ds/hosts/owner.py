@@ -50,7 +50,9 @@ class OwnerHost(Host):
         self.inner, self.name, self.module = inner, inner.name, inner.module
         self.reducer, self.exact_refusal, self.state_outside = inner.reducer, inner.exact_refusal, inner.state_outside
         world, rank = self.reducer.world_size, self.reducer.rank
-        self.blocks = cut(inner.shapes, max_block=max_block, max_rotated=max_rotated)
+        self.blocks = cut(
+            {name: inner.shapes[name] for name in inner.sizes}, max_block=max_block, max_rotated=max_rotated
+        )
         self.owners = assign(self.blocks, world, vectors)
         self.balance = imbalance(self.blocks, self.owners, world, vectors)
         self.sizes = {block.name: block.numel for block in self.blocks if block.numel}
