@@ -28,7 +28,7 @@ from dho2_ds.shards import consecutive, iter_params, running_offsets
 
 @dataclass(frozen=True)
 class _Unit:
-    """One FSDP module's flat parameter: names, sizes and shapes of what it holds, where each starts, elements per rank."""
+    """One FSDP module's flat parameter: what it holds by name, where each starts, elements per rank."""
 
     handle: Any
     names: tuple[str, ...]
