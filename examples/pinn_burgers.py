@@ -30,7 +30,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 VISCOSITY = 0.01 / math.pi
-CURVATURE = {"warmup_steps": 75, "interval": 75, "lanczos_steps": 24}
+CURVATURE = {"warmup_steps": 75, "interval": 75, "lanczos_steps": 24, "hvp": "exact"}
+"""Exact products: the flat directions of this loss are flatter by 1e6 than the steep ones, which float32 differences of
+gradients do not resolve."""
 HYBRID = {"num_eigenvectors": 16, "newton_lr": 0.3, "max_lr_scale": 3.0, "curvature": CURVATURE}
 RUNS: dict[str, dict[str, Any]] = {
     "Adam": {"base": "adam", "num_eigenvectors": 0},
@@ -38,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "DHO2 on Adam": {"base": "adam", **HYBRID},
     "DHO2 on SOAP": {"base": "soap", **HYBRID},
 }
-LEARNING_RATES = {"adam": 5e-3, "soap": 5e-3}
+LEARNING_RATES = {"adam": 1e-2, "soap": 1e-2}
 
 
 class Burgers(nn.Module):

@@ -169,3 +169,16 @@ def test_step_cost(tmp_path: Path) -> None:
     assert "DHO2 / AdamW" in output
     row, _ = json.loads(record.read_text())["rows"]
     assert row["dho2_bytes"] - row["adamw_bytes"] == row["n"] * (2 * row["k"] * 4 + 5 * 4)
+    (soap,) = json.loads(record.read_text())["soap_rows"]
+    assert "SOAP / AdamW" in output and soap["soap_s"] > 0
+    assert all(0 < found["bytes_sent"] <= 2 * 4 * soap["n"] for found in soap["ranks"].values())
+
+
+@pytest.mark.slow
+def test_pinn(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    options = ["--steps", "100", "--points", "128", "--output", str(picture)]
+    output = launch([sys.executable, str(EXAMPLES / "pinn_burgers.py"), *options], tmp_path)
+    for name in ("Adam", "SOAP", "DHO2 on Adam", "DHO2 on SOAP"):
+        assert name in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
