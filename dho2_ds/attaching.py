@@ -59,8 +59,33 @@ def attach(
         return make_host(model, owner.param_groups, optimizer)
 
     owner.bind(build(), source.losses, rebuild=build)
+    if optimizer is not None and getattr(optimizer, "optim", None) is owner:
+        _follow(optimizer, owner)
     if owner.config.num_eigenvectors:
         owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
+
+
+def _follow(wrapper: torch.optim.Optimizer, owner: DHO2) -> None:
+    """Let a ZeroRedundancyOptimizer's own state dicts carry curvature.
+
+    It collects the parameters' state from the inner optimizers but builds param groups itself, and on loading it writes
+    into the inner optimizer without calling it.
+    """
+
+    def saved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0].update(owner.record())
+
+    def loaded(_: torch.optim.Optimizer) -> None:
+        for inner, outer in zip(owner.param_groups, wrapper.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        owner.adopt()
+
+    if not hasattr(wrapper, "_dho2_follows"):
+        wrapper._dho2_follows = True  # type: ignore[attr-defined]
+        wrapper.register_state_dict_post_hook(saved)
+        wrapper.register_load_state_dict_post_hook(loaded)
+    if owner.steps == 0 and any(len(mine) for mine in owner.state.values()):
+        owner.adopt()  # loaded before the model was attached
 
 
 def as_dho2(optimizer: object) -> DHO2:

@@ -38,6 +38,9 @@ class Chunk(Protocol):
     def direction(self) -> Tensor:
         """m: the base optimizer's last direction, so that its step was ``-lr P m`` (a fresh tensor)."""
 
+    def remembered(self) -> Tensor:
+        """What of m follows from the state alone, so that it is the same after a resume: gradients are gone then."""
+
     def root(self, x: Tensor) -> Tensor:
         """``P^(1/2) x`` (may work in place on x and return it)."""
 
@@ -218,6 +221,9 @@ class _AdamChunk(_DiagonalChunk):
         scale = [s if moved else 0.0 for s, moved in zip(scale, self._has_grad, strict=True)]
         return self._per_piece(scale, gather(self._tensors[0], self._span))
 
+    def remembered(self) -> Tensor:
+        return self.direction()
+
     def root(self, x: Tensor) -> Tensor:
         return self._inverse_root().mul_(x)
 
@@ -247,6 +253,11 @@ class _SgdChunk(_DiagonalChunk):
             d.add_(gather(self._base._weights, self._span), alpha=decay)
             d.div_(1.0 - decay * float(self._options["lr"]) * self._base._lr_scale)
         return self._per_piece(moved, d)
+
+    def remembered(self) -> Tensor:
+        if self._options["momentum"]:
+            return gather(self._tensors[0], self._span).to(self._base.dtype, copy=True)
+        return torch.zeros(self.stop - self.start, dtype=self._base.dtype, device=self._base.device)
 
     def root(self, x: Tensor) -> Tensor:
         return x * self._rho**0.5 if self._rho != 1.0 else x

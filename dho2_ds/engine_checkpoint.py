@@ -12,6 +12,7 @@ where they are.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +46,9 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
         owner = _owner(engine)
-        if owner is None or not owner.attached:
-            return original(engine, *args, **kwargs)
         given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+        if owner is None or not owner.attached or not given["save_dir"]:
+            return original(engine, *args, **kwargs)
         tag = given.get("tag")
         folder = Path(given["save_dir"], f"global_step{engine.global_steps}" if tag is None else str(tag), FOLDER)
         owner.save_eigenbasis(functools.partial(write, folder))
@@ -82,8 +83,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         tag = given["tag"]
         if tag is None:
             tag = Path(given["load_dir"], "latest_universal" if universal else "latest").read_text().strip()
-        owner.load_base(functools.partial(read, Path(given["load_dir"]), str(tag), SOAP_FOLDER))
-        owner.load_eigenbasis(functools.partial(read, Path(given["load_dir"]), str(tag), FOLDER))
+        owner.load_base(functools.partial(read, Path(given["load_dir"]), str(tag), SOAP_FOLDER, universal))
+        owner.load_eigenbasis(functools.partial(read, Path(given["load_dir"]), str(tag), FOLDER, universal))
         return result
 
     return load_checkpoint
@@ -106,29 +107,40 @@ def write(
         record: what the optimizer's param groups say of the basis. rows: (k, n_local) local.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    names = {name: i for i, name in enumerate(sizes)}
+    tables = [
+        torch.tensor([[names[s.name], s.start, s.length, s.offset] for s in layout.segments], dtype=torch.int64)
+        for layout in layouts
+    ]
+    # Files of an interrupted save over an older one of the same basis differ in this, if in anything.
+    digest = hashlib.sha256(b"".join(table.numpy().tobytes() + b"|" for table in tables)).hexdigest()
     if rank == 0:
-        names = {name: i for i, name in enumerate(sizes)}
         index = {
             "version": _VERSION,
             "names": list(sizes),
             "numels": list(sizes.values()),
-            "layouts": [
-                torch.tensor([[names[s.name], s.start, s.length, s.offset] for s in layout.segments], dtype=torch.int64)
-                for layout in layouts
-            ],
+            "layouts": tables,
             "local_numels": [layout.numel for layout in layouts],
+            "digest": digest,
             **_identity(record),
         }
         _save(index, folder / "index.pt")
-    _save({"rows": rows.detach().cpu(), **_identity(record)}, folder / f"rank_{rank:05d}.pt")
+    _save({"rows": rows.detach().cpu(), "digest": digest, **_identity(record)}, folder / f"rank_{rank:05d}.pt")
 
 
-def read(load_dir: Path, tag: str, name: str, layout: Layout, sizes: Mapping[str, int], record: Record) -> Tensor:
+def read(
+    load_dir: Path,
+    tag: str,
+    name: str,
+    universal: bool,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    record: Record,
+) -> Tensor:
     """The rows of one rank under any layout.
 
     Args:
-        load_dir, tag: the checkpoint; of a universal one also the other tags in the folder are searched.
-        name: of the folder inside.
+        load_dir, tag: the checkpoint. name: of the folder in it. universal: also the other tags are searched.
         layout: of the loading rank. sizes: {parameter: numel} of its model. record: from the param groups.
 
     Returns:
@@ -137,7 +149,7 @@ def read(load_dir: Path, tag: str, name: str, layout: Layout, sizes: Mapping[str
     Raises:
         ValueError: missing, damaged, or of another model or moment; names the file.
     """
-    folder = _find(load_dir, tag, name, record)
+    folder = _find(load_dir, tag, name, universal, record)
     path = folder / "index.pt"
     index = _load(path, record)
     if dict(zip(index["names"], index["numels"], strict=True)) != dict(sizes):
@@ -152,7 +164,10 @@ def read(load_dir: Path, tag: str, name: str, layout: Layout, sizes: Mapping[str
     for item in plan(sources, [layout]):
         if item.source not in opened:
             path = folder / f"rank_{item.source:05d}.pt"
-            rows = _load(path, record)["rows"]
+            content = _load(path, record)
+            rows = content["rows"]
+            if content["digest"] != index["digest"]:
+                raise ValueError(f"{path}: must be of the same save as index.pt; that save was interrupted")
             if rows.dim() != 2 or rows.shape[1] != sources[item.source].numel or len(rows) < record.kept:
                 raise ValueError(f"{path}: must hold {int(record.kept)} rows of {sources[item.source].numel} elements")
             opened = {item.source: rows}  # transfers are sorted by source
@@ -165,10 +180,10 @@ def read(load_dir: Path, tag: str, name: str, layout: Layout, sizes: Mapping[str
     return torch.zeros(int(record.kept), layout.numel) if out is None else out
 
 
-def _find(load_dir: Path, tag: str, name: str, record: Record) -> Path:
+def _find(load_dir: Path, tag: str, name: str, universal: bool, record: Record) -> Path:
     """The folder of the eigenbasis that belongs to ``record``: the tag's own, else (universal) another tag's."""
     own = load_dir / tag / name
-    if own.exists():
+    if own.exists() or not universal:
         return own
     siblings = sorted(load_dir.glob(f"*/{name}"), key=lambda f: not tag.startswith(f.parent.name))
     for folder in siblings:
@@ -200,6 +215,6 @@ def _load(path: Path, record: Record) -> dict[str, Any]:
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = path.with_suffix(".partial")  # one writer per path, so a killed save's remains are overwritten
     torch.save(content, partial)
     os.replace(partial, path)

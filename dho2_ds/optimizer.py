@@ -240,7 +240,7 @@ class DHO2(torch.optim.Optimizer):
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
         first = packed["param_groups"][0]
-        first.update(self._record().pack(self.config.num_eigenvectors))
+        first.update(self.record())
         if self._host is not None and self._host.state_outside:
             # DeepSpeed's universal loader for ZeRO-3 gives every group the first one's hyper-parameters.
             first[GROUPS] = [{key: group[key] for key in self.defaults} for group in self.param_groups]
@@ -272,9 +272,11 @@ class DHO2(torch.optim.Optimizer):
         """Take over param groups and state that were just replaced from outside (a checkpoint was loaded).
 
         Args:
-            rows: {id of a parameter: {row: eigenvector, shaped like the parameter's state}}; None: none yet.
+            rows: {id of a parameter: {row: eigenvector, shaped like the parameter's state}}; None: those in the state.
         """
-        had_curvature = COUNTERS in self.param_groups[0] or any((rows or {}).values())
+        if rows is None:
+            rows = {id(p): take_rows(mine) for p, mine in self.state.items()}
+        had_curvature = COUNTERS in self.param_groups[0] or any(rows.values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
         for group, saved in zip(self.param_groups, hyper, strict=False):
@@ -297,7 +299,7 @@ class DHO2(torch.optim.Optimizer):
             self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
             self._totals = {key: int(getattr(record, key)) for key in self._totals}
             self._difference_state = (record.tau, record.gradient_norm, record.growth)
-            self._loaded = (record, rows or {})
+            self._loaded = (record, rows)
         elif had_curvature:
             logger.warning(
                 "the checkpoint's curvature entries (dho2_*) are missing or damaged: the base optimizer goes on alone "
@@ -386,6 +388,10 @@ class DHO2(torch.optim.Optimizer):
         values there mean nothing; ``state_dict`` puts in the present ones."""
         empty = Record.of(self.config.rule, self.config.base).pack(self.config.num_eigenvectors)
         self.param_groups[0].update(empty)
+
+    def record(self) -> dict[str, Tensor]:
+        """What the first param group of a state dict says of curvature; see :class:`dho2_ds.checkpoint.Record`."""
+        return self._record().pack(self.config.num_eigenvectors)
 
     def _record(self) -> Record:
         due, fd = self._schedule.due_since, self._finite_difference
@@ -711,7 +717,7 @@ class DHO2(torch.optim.Optimizer):
         with torch.no_grad():
             hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
             for chunk in base.chunks(groups):
-                direction = chunk.direction()
+                direction = chunk.remembered()
                 hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
             found, report = refresh(
                 host,

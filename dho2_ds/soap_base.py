@@ -215,6 +215,9 @@ class _MatrixChunk:
     def direction(self) -> Tensor:
         return self._matrix.direction(self._options).view(-1)
 
+    def remembered(self) -> Tensor:
+        return self.direction()
+
     def root(self, x: Tensor) -> Tensor:
         applied = self._matrix.apply(x.view(self._shard.param.shape), self._options, root=True).view(-1)
         return applied.mul_(self._rho**0.5) if self._rho != 1.0 else applied

@@ -105,9 +105,20 @@ def deepspeed_config(stage: int, variant: str, settings: dict[str, Any], world: 
 
 
 class Run:
-    """One engine around one model; ``train`` steps it and records losses."""
+    """One engine around one model; ``train`` steps it and records losses.
 
-    def __init__(self, kind: str, rank: int, world: int, settings: dict[str, Any], seed: int = 0) -> None:
+    ``overrides`` replaces entries of the DeepSpeed configuration.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world: int,
+        settings: dict[str, Any],
+        seed: int = 0,
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
         self.kind, self.rank, self.world = kind, rank, world
         settings = copy.deepcopy(settings)
         decay = 0.0 if settings.get("rule") == "fosi" and settings.get("base") == "sgd" else 0.05
@@ -120,7 +131,7 @@ class Run:
 
             silence_shm_op()
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-            config = deepspeed_config(int(engine[4:]), variant or "fp32", settings, world)
+            config = {**deepspeed_config(int(engine[4:]), variant or "fp32", settings, world), **(overrides or {})}
             self.engine, _, _, _ = deepspeed.initialize(
                 model=self.model, model_parameters=groups(self.model, settings["lr"], decay), config=config
             )

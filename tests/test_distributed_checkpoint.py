@@ -7,6 +7,7 @@ job to about 1e-6; the tests allow 1e-5.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -302,6 +303,7 @@ def consolidated_worker(rank: int, world: int) -> tuple[bool, int]:
     run.optimizer.consolidate_state_dict(to=0)
     box = [run.optimizer.state_dict() if rank == 0 else None, run.module.state_dict() if rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
+    box = copy.deepcopy(box)  # rank 0 holds the live tensors
     losses = run.train(AFTER)
     other = fsdp_engines.Run("zero_redundancy", rank, world, engines.SETTINGS, decay=0.0)
     other.module.load_state_dict(box[1])
