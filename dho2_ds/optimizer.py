@@ -36,7 +36,7 @@ from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, summary_line, write_events
+from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, soap_line, summary_line, write_events
 from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params, local_part
 from dho2_ds.soap_base import SoapOptimizer
@@ -477,12 +477,12 @@ class DHO2(torch.optim.Optimizer):
 
     def _own(self, inner: Host) -> Host:
         """The engine's host in the owner layout."""
-        soap, moments_update_and_gradient = self.config.soap, 4
+        soap, kept = self.config.soap, 3  # two moments and the update
         host = OwnerHost(
             inner,
             max_block=soap.max_block,
             max_rotated=soap.max_precondition_dim,
-            vectors=moments_update_and_gradient + self.config.num_eigenvectors,
+            vectors=kept + self.config.num_eigenvectors,
         )
         if host.balance[0] > TOLERANCE and is_main():
             logger.warning(
@@ -644,12 +644,9 @@ class DHO2(torch.optim.Optimizer):
         base = self._base
         assert base is not None
         self._groups = groups
-        if not self._announced and self.config.num_eigenvectors:
+        if not self._announced:
             self._announced = True
-            if is_main():
-                logger.info(
-                    summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel)
-                )
+            self._announce(host)
         self._space.verify(host)
         basis = self._space.active(self._step)
         self._lr_scale = 1.0 if basis is None else self._space.lr_scale
@@ -664,6 +661,12 @@ class DHO2(torch.optim.Optimizer):
         self._step += 1
         if self.config.num_eigenvectors:
             self._schedule.advance(self._step, has_source=self._source is not None)
+
+    def _announce(self, host: Host) -> None:
+        if is_main() and self.config.num_eigenvectors:
+            logger.info(summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel))
+        if is_main() and isinstance(host, OwnerHost):
+            logger.info(soap_line(len(host.blocks), host.balance, self._bytes_soap, 4 * host.sent))
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)

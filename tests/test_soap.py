@@ -226,7 +226,7 @@ def test_rank_deficient_gradients_do_not_move_the_null_space() -> None:
 
     losses = train(model, loss, steps=60, weight_decay=0.0, lr=0.03)
     moved = (model.weight.detach() - before) @ span
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.6 * losses[0]
     assert moved[:, 2:].norm() < 0.1 * moved[:, :2].norm(), (moved[:, 2:].norm(), moved[:, :2].norm())
 
 
@@ -317,6 +317,18 @@ def test_resume_is_bit_exact(stop: int) -> None:
     resumed.step_count = stop
     assert resumed.train(15) == losses
     assert torch.equal(resumed.weights(), straight.weights())
+
+
+def test_resume_without_curvature_is_bit_exact() -> None:
+    settings = {**SOAP, "num_eigenvectors": 0}
+    straight = engines.Run("single", 0, 1, settings)
+    straight.train(12)
+    saved = copy.deepcopy((straight.optimizer.state_dict(), straight.model.state_dict()))
+    resumed = engines.Run("single", 0, 1, settings, seed=5)
+    resumed.model.load_state_dict(saved[1])
+    resumed.optimizer.load_state_dict(saved[0])
+    resumed.step_count = 12
+    assert resumed.train(8) == straight.train(8)
 
 
 def test_a_checkpoint_of_another_base_or_cut_is_refused() -> None:

@@ -111,8 +111,7 @@ class OwnerHost(Host):
         return [named.get(block.parameter, s.param) for block, s in zip(self.owned, self.shards, strict=True)]
 
     def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        dtype = parts[0].dtype if parts else torch.float32
-        local = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+        local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)  # on ranks without a part too
         for shard, part in zip(self.shards, parts, strict=True):
             local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
         flat = self._leave(local)

@@ -168,13 +168,13 @@ def measure_soap(size: tuple[int, int, int], args: argparse.Namespace) -> dict[s
     ranks = {}
     blocks = cut(shapes, max_block=SOAP_BLOCK, max_rotated=SOAP_LONGEST)
     for world in SOAP_RANKS:
-        owners = assign(blocks, world, 4 + SOAP_K)
+        owners = assign(blocks, world, 3 + SOAP_K)
         pieces = to_blocks(flat_slices(sizes, world), blocks, owners, owner_layouts(blocks, owners, world))
         sent = [
             sum(p.numel for p in pieces if p.source != p.target and rank in (p.source, p.target))
             for rank in range(world)
         ]
-        memory, work = imbalance(blocks, owners, world, 4 + SOAP_K)
+        memory, work = imbalance(blocks, owners, world, 3 + SOAP_K)
         ranks[world] = {"bytes_sent": FLOAT * max(sent), "memory_balance": memory, "work_balance": work}
     name = "x".join(map(str, size))
     return {"model": name, "n": n, "adamw_s": adamw_s, "soap_s": soap_s, "dho2_s": dho2_s, "k": SOAP_K, "ranks": ranks}
