@@ -6,7 +6,7 @@ transfers as a model has rows; a rectangle makes one, copied by strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,6 +164,3 @@ class Route:
 
 def _runs(buffer: Tensor, piece: Piece, offset: int, stride: int) -> Tensor:
     return buffer.as_strided((piece.rows, piece.length), (stride, 1), buffer.storage_offset() + offset)
-
-
-Move = Callable[[Tensor], Tensor]
