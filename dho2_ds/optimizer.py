@@ -29,7 +29,7 @@ from dho2_ds.checkpoint import (
 from dho2_ds.config import ConfigError, check_group_options, parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference
-from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps, refresh
+from dho2_ds.curvature.refresh import Order, Refresh, default_lanczos_steps, refresh
 from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
@@ -726,16 +726,18 @@ class DHO2(torch.optim.Optimizer):
                 host,
                 source(),
                 (lambda x: base.root_(groups, x)) if rooted else (lambda x: x),
-                k=k,
-                budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
+                Order(
+                    k=k,
+                    budget=self.config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
+                    dtype=base.dtype,
+                    device=base.device,
+                    born=self._step,
+                    growth_guess=float(old.eigenvalues.abs().max()) if old is not None else 2.0 / (lr or 1),
+                ),
+                self._finite_difference,
                 route=self.route,
-                finite_difference=self._finite_difference,
-                growth_guess=float(old.eigenvalues.abs().max()) if old is not None else 2.0 / (lr or 1),
                 hint=hint,
                 old=old,
-                dtype=base.dtype,
-                device=base.device,
-                born=self._step,
             )
             del hint
             if found is not None:

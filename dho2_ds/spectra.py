@@ -11,7 +11,7 @@ from torch import nn
 
 from dho2_ds.attaching import LossFunction, LossSource
 from dho2_ds.curvature.hvp import FiniteDifference
-from dho2_ds.curvature.refresh import default_lanczos_steps, refresh
+from dho2_ds.curvature.refresh import Order, default_lanczos_steps, refresh
 from dho2_ds.hosts.detect import make_host
 from dho2_ds.shards import working_device, working_dtype
 
@@ -71,17 +71,15 @@ def spectrum(
         host,
         source.losses(),
         lambda x: x,
-        k=k,
-        budget=lanczos_steps or default_lanczos_steps(k, host.numel),
+        Order(
+            k=k,
+            budget=lanczos_steps or default_lanczos_steps(k, host.numel),
+            dtype=working_dtype(shard.param for shard in host.shards),
+            device=working_device(host.shards),
+            all_pairs=True,
+        ),
+        FiniteDifference.for_dtype(host.compute_dtype),
         route="exact" if hvp == "exact" else "finite_difference",
-        finite_difference=FiniteDifference.for_dtype(host.compute_dtype),
-        growth_guess=1.0,
-        hint=None,
-        old=None,
-        dtype=working_dtype(shard.param for shard in host.shards),
-        device=working_device(host.shards),
-        born=0,
-        all_pairs=True,
     )
     if found is None:
         raise RuntimeError(f"no spectrum: {report.reason}")

@@ -9,6 +9,7 @@ of magnitude between the sharpest and a random direction. Measuring both norms i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Reduce
+from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Process, Reduce
 
 Accumulate = Callable[[Tensor | None, float, Tensor], None]
 """``accumulate(direction, eps, out)``: add the local share of the gradient at ``w + eps * direction`` (mean over all
@@ -109,7 +110,7 @@ class BoundFiniteDifference:
         expected = max(self.state.growth, GROWTH_FLOOR * self._largest)
         return self._product(v, self.state.tau * self.state.gradient_norm / expected)
 
-    def calibrate(self, v: Tensor, guess: float) -> Tensor:
+    def calibrate(self, v: Tensor, guess: float) -> Process[Tensor]:
         """A v at a step that is known to be right, for the first vector of a refresh.
 
         Args:
@@ -128,7 +129,7 @@ class BoundFiniteDifference:
         eps = state.tau * max(state.gradient_norm, 1e-12) / guess if state.gradient_norm else 1e-3
         for _ in range(_CALIBRATIONS):
             partial: list[Tensor] = []
-            product = self._product(v, eps, partial)
+            product = yield functools.partial(self._product, v, eps, partial)
             grown, gradient = self._reduce(torch.cat([self._square(product), *partial])).sqrt().tolist()
             if not (math.isfinite(grown) and math.isfinite(gradient)):
                 eps /= 1e3
@@ -143,14 +144,14 @@ class BoundFiniteDifference:
             eps /= min(max(change, 1e-4), 1e4)
         raise LanczosError("no step size gives a finite, consistent Hessian-vector product at the current weights")
 
-    def check(self, v: Tensor, theta: float) -> float:
+    def check(self, v: Tensor, theta: float) -> Process[float]:
         """Relative disagreement of ``v' A v`` at eps/3 with ``theta`` found at eps; moves tau when it is too large.
 
         Costs one product and one all-reduce of one scalar.
         """
         state = self.state
         step = state.tau * state.gradient_norm / max(abs(theta), 1e-300) / 3
-        product = self._product(v, step)
+        product = yield functools.partial(self._product, v, step)
         quotient = float(self._reduce(torch.dot(v, self._dual(product)).double().reshape(1)))
         state.self_check = abs(quotient - theta) / max(abs(theta), abs(quotient), 1e-300)
         if not state.self_check <= SELF_CHECK:

@@ -6,12 +6,16 @@ Knows nothing of ``torch.distributed``: the caller gives ``matvec`` (local vecto
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 Matvec = Callable[[Tensor, float | None], Tensor]
 """``matvec(v, growth)``: A v. ``growth`` is ||A v|| of the previous vector (None at first), which a finite-difference
@@ -63,7 +67,28 @@ class LanczosError(RuntimeError):
     """A product or an inner product was not finite; the refresh that asked for it must be rejected."""
 
 
-def lanczos(
+Process = Generator[Callable[[], Tensor], Tensor, T]
+"""A computation that hands out its expensive parts: it yields one product to be made after another, as a function
+without arguments, is sent the result, and returns a T. So the caller decides when a product is made."""
+
+
+def run(process: Process[T]) -> T:
+    """Make every product as soon as it is asked for."""
+    try:
+        work = next(process)
+        while True:
+            work = process.send(work())
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def lanczos(matvec: Matvec, reduce: Reduce, start: Tensor, steps: int, **options: Any) -> Ritz:
+    """:func:`lanczos_process`, all at once."""
+    return run(lanczos_process(matvec, reduce, start, steps, **options))
+
+
+def lanczos_process(
     matvec: Matvec,
     reduce: Reduce,
     start: Tensor,
@@ -73,7 +98,7 @@ def lanczos(
     first_product: Tensor | None = None,
     tolerance: float = CONVERGED,
     dual: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Ritz:
+) -> Process[Ritz]:
     """Lanczos with full reorthogonalisation by classical Gram-Schmidt twice.
 
     Args:
@@ -111,7 +136,10 @@ def lanczos(
     largest = 0.0
     for j in range(steps):
         rows = basis[: j + 1]
-        w = first_product if j == 0 and first_product is not None else matvec(basis[j], growth)
+        if j == 0 and first_product is not None:
+            w = first_product
+        else:
+            w = yield functools.partial(matvec, basis[j], growth)
         first = reduce((rows @ dual(w)).double())
         w.addmv_(rows.T, first.to(dtype), alpha=-1)
         # The second pass brings ||w||^2 along; by Pythagoras it gives the norm after the second correction too,

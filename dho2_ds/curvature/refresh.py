@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dho2_ds.curvature.eigenbasis import Eigenbasis
-from dho2_ds.curvature.hvp import FiniteDifference, Root
-from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Reduce, Ritz, lanczos
+from dho2_ds.curvature.hvp import Accumulate, Exact, FiniteDifference, Root
+from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Process, Reduce, Ritz, lanczos_process, run
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.shards import running_offsets
 
@@ -99,113 +99,151 @@ def start_vector(
     return start
 
 
+@dataclass(frozen=True)
+class Order:
+    """What is asked of a refresh.
+
+    Attributes:
+        k: wanted pairs. budget: largest number of Hessian-vector products, checks included.
+        dtype, device: of the local vectors. born: step number to record.
+        growth_guess: expected size of the largest eigenvalue, for the first step size.
+        all_pairs: keep unconverged pairs too (for inspecting a spectrum).
+    """
+
+    k: int
+    budget: int
+    dtype: torch.dtype
+    device: torch.device
+    born: int = 0
+    growth_guess: float = 1.0
+    all_pairs: bool = False
+
+
+Outcome = tuple[Eigenbasis | None, Refresh]
+
+
 def refresh(
     host: Host,
     losses: Sequence[Loss],
     root: Root,
-    *,
-    k: int,
-    budget: int,
-    route: str,
+    order: Order,
     finite_difference: FiniteDifference,
-    growth_guess: float,
-    hint: Tensor | None,
-    old: Eigenbasis | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    born: int,
-    all_pairs: bool = False,
-) -> tuple[Eigenbasis | None, Refresh]:
-    """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, or say why not.
+    *,
+    route: str = "finite_difference",
+    hint: Tensor | None = None,
+    old: Eigenbasis | None = None,
+) -> Outcome:
+    """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, all at once.
 
     Args:
         host: the engine; everything it does is undone when this returns or raises.
         losses: this rank's curvature batch (or batches).
         root: in-place P^(1/2); the identity for plain-Hessian rules.
-        k: wanted pairs.
-        budget: largest number of Hessian-vector products, checks included.
-        route: ``finite_difference`` or ``exact``.
         finite_difference: step-size state kept between refreshes.
-        growth_guess: expected size of the largest eigenvalue, for the first step size.
+        route: ``finite_difference`` or ``exact``.
         hint, old: see :func:`start_vector`.
-        dtype, device: of the local vectors.
-        born: step number to record.
-        all_pairs: keep unconverged pairs too (for inspecting a spectrum).
+
+    Returns:
+        See :func:`refresh_process`.
+    """
+    with host.evaluation():
+        exact = host.exact(losses, root) if route == "exact" else None
+
+        def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:
+            host.accumulate(losses, direction, eps, out)
+
+        return run(refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old))
+
+
+def refresh_process(
+    host: Host,
+    accumulate: Accumulate,
+    root: Root,
+    order: Order,
+    finite_difference: FiniteDifference,
+    *,
+    exact: Exact | None = None,
+    hint: Tensor | None = None,
+    old: Eigenbasis | None = None,
+) -> Process[Outcome]:
+    """A refresh that hands out its Hessian-vector products; each is to be made inside ``host.evaluation()``.
+
+    Args:
+        accumulate: see :data:`dho2_ds.curvature.hvp.Accumulate`. exact: an operator to use instead.
+        root, order, finite_difference, hint, old: see :func:`refresh`.
 
     Returns:
         (eigenbasis, report); the first is None when the refresh was rejected. The decision, the eigenvalues and the
-        counts are the same on every rank. The eigenbasis' vectors are (a view of) the Lanczos buffer in ``dtype``: copy
-        what is to be kept.
+        counts are the same on every rank. The eigenvectors are (a view of) the Lanczos buffer in ``order.dtype``:
+        copy what is to be kept.
 
-    Cost: at most ``budget`` products; two all-reduces per Lanczos step and a handful per refresh.
+    Cost: at most ``order.budget`` products; two all-reduces per Lanczos step and a handful per refresh.
     """
     began = time.perf_counter()
-    reduce = host.reducer.sum_
-    numel = host.layout.numel
-    with host.evaluation():
-        vectors = 4  # start or direction, product, one root copy, the hint
-        transient = host.transient_bytes + vectors * numel * torch.finfo(dtype).bits // 8
-        finite = finite_difference.bind(lambda d, e, out: host.accumulate(losses, d, e, out), root, reduce, host.dual)
-        exact = host.exact(losses, root) if route == "exact" else None
-        spent = exact if exact is not None else finite_difference
-        try:
-            start = start_vector(host, hint, old, reduce, dtype, device)
-            hint = None
-            first: Tensor | None = None
-            if exact is None:
-                norm = math.sqrt(float(reduce(torch.dot(start, host.dual(start)).double().reshape(1))))
-                start.div_(norm)
-                first = finite.calibrate(start, growth_guess)
-            # Calibration's last product is Lanczos' first; one more is kept back for the self-check.
-            steps = budget if exact is not None else budget - finite_difference.hvps
-            steps = max(1, min(steps, host.numel))
-            transient += steps * numel * torch.finfo(dtype).bits // 8
-            ritz = lanczos(
-                exact or finite,
-                reduce,
-                start,
-                steps,
-                wanted=min(k + 1, host.numel),
-                first_product=first,
-                tolerance=CONVERGED if exact is not None else finite_difference.tolerance,
-                dual=host.dual,
-            )
-            del start, first
-            kept = _select(ritz, k, all_pairs)
-            leading = ritz.vectors_(kept[-1] + 1 if kept else 1)
-            reason = "" if kept else "no Ritz pair converged; raise curvature.lanczos_steps"
-            if exact is None and kept and float(ritz.eigenvalues[0]) != 0.0:
-                disagreement = finite.check(leading[0], float(ritz.eigenvalues[0]))
-                if not disagreement <= UNRELIABLE and not all_pairs:
-                    reason = f"finite differences disagree by {disagreement:.0%} between two step sizes"
-            if kept:
-                if len(kept) < len(leading):  # a gap: an unconverged pair lies between kept ones
-                    leading = leading[kept]
-                gram = reduce(torch.stack([leading @ host.dual(row) for row in leading]).double())
-                error = float((gram - torch.eye(len(kept), dtype=gram.dtype, device=gram.device)).abs().max())
-                if not error <= ORTHONORMAL:
-                    reason = reason or f"eigenvectors are not orthonormal (error {error:.1e})"
-        except LanczosError as problem:
-            ritz, kept, reason = None, [], str(problem)
-        values = ritz.eigenvalues if ritz is not None else torch.zeros(0, dtype=torch.float64)
-        agreed = host.agreement.agree(not reason, values.to(host.reducer.device) if not reason else None)
-        if not agreed and not reason:
-            reason = "ranks disagree"
-        report = Refresh(
-            accepted=agreed,
-            reason=reason,
-            eigenvalues=values[kept].tolist(),
-            residuals=ritz.residuals[kept].tolist() if ritz is not None else [],
-            next_eigenvalue=_next(values, kept),
-            hvps=spent.hvps,
-            self_check=finite_difference.self_check,
-            tau=finite_difference.tau if exact is None else math.nan,
-            transient_bytes=transient,
-            seconds=time.perf_counter() - began,
+    reduce, numel, k = host.reducer.sum_, host.layout.numel, order.k
+    item = torch.finfo(order.dtype).bits // 8
+    vectors = 4  # start or direction, product, one root copy, the hint
+    transient = host.transient_bytes + vectors * numel * item
+    finite = finite_difference.bind(accumulate, root, reduce, host.dual)
+    spent = exact if exact is not None else finite_difference
+    try:
+        start = start_vector(host, hint, old, reduce, order.dtype, order.device)
+        hint = None
+        first: Tensor | None = None
+        if exact is None:
+            norm = math.sqrt(float(reduce(torch.dot(start, host.dual(start)).double().reshape(1))))
+            start.div_(norm)
+            first = yield from finite.calibrate(start, order.growth_guess)
+        # Calibration's last product is Lanczos' first; one more is kept back for the self-check.
+        steps = order.budget if exact is not None else order.budget - finite_difference.hvps
+        steps = max(1, min(steps, host.numel))
+        transient += steps * numel * item
+        ritz = yield from lanczos_process(
+            exact or finite,
+            reduce,
+            start,
+            steps,
+            wanted=min(k + 1, host.numel),
+            first_product=first,
+            tolerance=CONVERGED if exact is not None else finite_difference.tolerance,
+            dual=host.dual,
         )
+        del start, first
+        kept = _select(ritz, k, order.all_pairs)
+        leading = ritz.vectors_(kept[-1] + 1 if kept else 1)
+        reason = "" if kept else "no Ritz pair converged; raise curvature.lanczos_steps"
+        if exact is None and kept and float(ritz.eigenvalues[0]) != 0.0:
+            disagreement = yield from finite.check(leading[0], float(ritz.eigenvalues[0]))
+            if not disagreement <= UNRELIABLE and not order.all_pairs:
+                reason = f"finite differences disagree by {disagreement:.0%} between two step sizes"
+        if kept:
+            if len(kept) < len(leading):  # a gap: an unconverged pair lies between kept ones
+                leading = leading[kept]
+            gram = reduce(torch.stack([leading @ host.dual(row) for row in leading]).double())
+            error = float((gram - torch.eye(len(kept), dtype=gram.dtype, device=gram.device)).abs().max())
+            if not error <= ORTHONORMAL:
+                reason = reason or f"eigenvectors are not orthonormal (error {error:.1e})"
+    except LanczosError as problem:
+        ritz, kept, reason = None, [], str(problem)
+    values = ritz.eigenvalues if ritz is not None else torch.zeros(0, dtype=torch.float64)
+    agreed = host.agreement.agree(not reason, values.to(host.reducer.device) if not reason else None)
+    if not agreed and not reason:
+        reason = "ranks disagree"
+    report = Refresh(
+        accepted=agreed,
+        reason=reason,
+        eigenvalues=values[kept].tolist(),
+        residuals=ritz.residuals[kept].tolist() if ritz is not None else [],
+        next_eigenvalue=_next(values, kept),
+        hvps=spent.hvps,
+        self_check=finite_difference.self_check,
+        tau=finite_difference.tau if exact is None else math.nan,
+        transient_bytes=transient,
+        seconds=time.perf_counter() - began,
+    )
     if not agreed or ritz is None:
         return None, report
-    return Eigenbasis(leading, values[kept].clone(), report.next_eigenvalue, born), report
+    return Eigenbasis(leading, values[kept].clone(), report.next_eigenvalue, order.born), report
 
 
 def _select(ritz: Ritz, k: int, all_pairs: bool) -> list[int]:
