@@ -51,7 +51,7 @@ def attach(
         raise TypeError(f"loss_fn={loss_fn!r}: must be callable as loss_fn(model, batch)")
     if data is not None and loss_fn is None:
         raise TypeError("data: must come with loss_fn; pass loss_fn=lambda model, batch: ...")
-    if owner.config.num_eigenvectors == 0:
+    if not owner.uses_host:
         return
     source = LossSource(loss_fn, data, owner.config.curvature.batches)
 
@@ -61,7 +61,8 @@ def attach(
     owner.bind(build(), source.losses, rebuild=build)
     if optimizer is not None and getattr(optimizer, "optim", None) is owner:
         _follow(optimizer, owner)
-    owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
+    if owner.config.num_eigenvectors:
+        owner.hook(model.register_forward_pre_hook(_RefreshHook(owner, source), prepend=True, with_kwargs=True))
 
 
 def _follow(wrapper: torch.optim.Optimizer, owner: DHO2) -> None:

@@ -107,6 +107,8 @@ def state_names(base: str, momentum: bool) -> tuple[str, ...]:
 
 def torch_group_keys(base: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """All hyper-parameters a param group of torch's own optimizer has, so that it can load ours."""
+    if base == "soap":
+        return {}
     return dict(torch_optimizer(base, [{"params": [torch.zeros(0)]}], dict(options), None).defaults)
 
 

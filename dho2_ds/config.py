@@ -21,10 +21,11 @@ from pydantic import (
     model_validator,
 )
 
-Base = Literal["adamw", "adam", "sgd"]
+Base = Literal["adamw", "adam", "sgd", "soap"]
 Rule = Literal["adaptive", "fosi"]
 
-DEFAULT_ADAMW_WEIGHT_DECAY = 0.01  # torch.optim.AdamW's own default; Adam's and SGD's is 0
+DEFAULT_DECOUPLED_WEIGHT_DECAY = 0.01  # torch.optim.AdamW's own default, and SOAP's; Adam's and SGD's is 0
+DEFAULT_BETAS, DEFAULT_SOAP_BETAS = (0.9, 0.999), (0.95, 0.95)
 DEFAULT_SGD_MOMENTUM = 0.9  # the rules act on the momentum buffer, so unlike in torch.optim.SGD it is on by default
 
 LANCZOS_MARGIN = 2
@@ -33,8 +34,10 @@ LANCZOS_MARGIN = 2
 GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
 """Settings that a param group may override; all others hold for the whole optimizer."""
 
-_ONLY_FOR = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",), "nesterov": ("sgd",)}
-_NULL_IS_DEFAULT = ("weight_decay", "momentum", "curvature")
+_MOMENTS = ("adamw", "adam", "soap")
+_ONLY_FOR = {"betas": _MOMENTS, "eps": _MOMENTS, "momentum": ("sgd",), "nesterov": ("sgd",), "soap": ("soap",)}
+_DECOUPLED = ("adamw", "soap")
+_NULL_IS_DEFAULT = ("betas", "weight_decay", "momentum", "curvature", "soap")
 _LONGEST_VALUE = 80  # characters of a refused value that a message quotes
 
 
@@ -152,6 +155,32 @@ class CurvatureConfig(_Settings):
     )
 
 
+class SoapConfig(_Settings):
+    """The ``soap`` object: the preconditioner of the base ``soap``."""
+
+    precondition_frequency: _Positive = _setting(
+        10, "Steps from one update of the eigenbases to the next.", "an integer >= 1", "use 10 if unsure"
+    )
+    shampoo_beta: _Fraction | None = _setting(
+        None,
+        "Decay rate of the factors G G^T and G^T G; null: the second of `betas`.",
+        "null or a number in [0, 1)",
+        "use null for the second of betas",
+    )
+    max_block: Annotated[_Positive, Field(ge=2)] = _setting(
+        2048,
+        "Longer sides of a matrix are cut; each block has a preconditioner of its own and lives on one rank.",
+        "an integer >= 2",
+        "use 2048 if unsure, a smaller one if blocks do not balance over the ranks",
+    )
+    max_precondition_dim: _Positive = _setting(
+        10000,
+        "Longer sides of a matrix (vocabularies) are not rotated.",
+        "an integer >= 1",
+        "use 10000 if unsure",
+    )
+
+
 class DHO2Config(_Settings):
     """The optimizer's settings, as in ``optimizer.params`` of a DeepSpeed JSON.
 
@@ -167,8 +196,8 @@ class DHO2Config(_Settings):
     )
     base: Base = _setting(
         "adamw",
-        "Base optimizer, which moves everything outside the eigenvectors' span: `adamw`, `adam` or `sgd`.",
-        "'adamw', 'adam' or 'sgd' in this version",
+        "Base optimizer, which moves everything outside the eigenvectors' span: `adamw`, `adam`, `sgd` or `soap`.",
+        "'adamw', 'adam', 'sgd' or 'soap'",
         "use 'adamw' if unsure",
     )
     rule: Rule = _setting(
@@ -178,14 +207,15 @@ class DHO2Config(_Settings):
         "use 'adaptive' if unsure",
     )
     betas: _Pair = _setting(
-        (0.9, 0.999),
-        "Decay rates of the moment estimates; `adamw` and `adam` only.",
-        "two numbers in [0, 1)",
+        None,
+        f"Decay rates of the moment estimates; not for `sgd`; null: {DEFAULT_BETAS}, {DEFAULT_SOAP_BETAS} for `soap`.",
+        "null or two numbers in [0, 1)",
         "write a list such as [0.9, 0.999]",
+        validate_default=True,
     )
     eps: Annotated[_Finite, Field(gt=0)] = _setting(
         1e-8,
-        "Term added to the root of the second moment; `adamw` and `adam` only.",
+        "Term added to the root of the second moment; not for `sgd`.",
         "a finite number > 0",
         "use a small one such as 1e-8",
     )
@@ -201,7 +231,8 @@ class DHO2Config(_Settings):
     )
     weight_decay: _NonNegative = _setting(
         None,
-        f"Weight decay, decoupled for `adamw`; null: {DEFAULT_ADAMW_WEIGHT_DECAY} for `adamw`, 0 for the others.",
+        "Weight decay, decoupled for `adamw` and `soap`; "
+        f"null: {DEFAULT_DECOUPLED_WEIGHT_DECAY} for these, 0 for the others.",
         "null or a finite number >= 0",
         "use 0 for no decay",
         validate_default=True,
@@ -236,6 +267,12 @@ class DHO2Config(_Settings):
         "an object of settings",
         'write it as {"interval": 100}',
     )
+    soap: SoapConfig = _setting(
+        SoapConfig(),
+        "The preconditioner of the base `soap`.",
+        "an object of settings",
+        'write it as {"precondition_frequency": 10}',
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -245,16 +282,18 @@ class DHO2Config(_Settings):
             return values
         return {key: value for key, value in values.items() if value is not None or key not in _NULL_IS_DEFAULT}
 
-    @field_validator("momentum", "weight_decay", mode="before")
+    @field_validator("betas", "momentum", "weight_decay", mode="before")
     @classmethod
     def _base_default(cls, value: Any, info: ValidationInfo) -> Any:
         """Put the base's own default where none was given (``base`` is declared, so validated, first)."""
         if value is not None:
             return value
         base = info.data.get("base")
+        if info.field_name == "betas":
+            return DEFAULT_SOAP_BETAS if base == "soap" else DEFAULT_BETAS
         if info.field_name == "momentum":
             return DEFAULT_SGD_MOMENTUM if base == "sgd" else 0.0
-        return DEFAULT_ADAMW_WEIGHT_DECAY if base == "adamw" else 0.0
+        return DEFAULT_DECOUPLED_WEIGHT_DECAY if base in _DECOUPLED else 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> DHO2Config:
@@ -263,6 +302,10 @@ class DHO2Config(_Settings):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+_NESTED: dict[str | int, type[_Settings]] = {"curvature": CurvatureConfig, "soap": SoapConfig}
+"""Settings that are objects of settings."""
 
 
 def _contradictions(config: DHO2Config) -> Iterator[str]:
@@ -278,7 +321,7 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             yield "nesterov=True: must be false with rule='fosi'; remove it or use rule='adaptive'"
         elif config.momentum == 0:
             yield "nesterov=True: must be false with momentum=0.0; remove it or set a momentum > 0"
-    if config.rule == "fosi" and config.base != "adamw" and config.weight_decay > 0:
+    if config.rule == "fosi" and config.base not in _DECOUPLED and config.weight_decay > 0:
         # FOSI takes the Hessian of the loss that it is given: a decay added to the gradient elsewhere is not in it.
         yield (
             f"weight_decay={config.weight_decay!r}: must be 0 with rule='fosi' and base={config.base!r}; "
@@ -380,14 +423,14 @@ def _problems(error: ValidationError, values: Mapping[str, Any]) -> Iterator[str
 
 def _path(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     """Cut a location down to the setting: what lies inside one (an element of a pair) is told as the whole."""
-    depth = 2 if loc[0] == "curvature" else 1
+    depth = 2 if loc[0] in _NESTED else 1
     return tuple(str(part) for part in loc[:depth])
 
 
 def _problem(path: tuple[str, ...], value: Any) -> str:
     """Write the line of one setting."""
     *parents, key = path
-    model = CurvatureConfig if parents else DHO2Config
+    model = _NESTED[parents[0]] if parents else DHO2Config
     head = f"{'.'.join(path)}={_quote(value)}"
     field = model.model_fields.get(key)
     if field is None:
@@ -400,9 +443,9 @@ def _problem(path: tuple[str, ...], value: Any) -> str:
 
 def _suggestion(path: tuple[str, ...]) -> str:
     """Guess which setting an unknown one was meant to be, on its own level first."""
+    levels: list[tuple[type[_Settings], str]] = [(DHO2Config, ""), *((m, f"{key}.") for key, m in _NESTED.items())]
     prefix = "".join(f"{part}." for part in path[:-1])
-    here, there = (CurvatureConfig, DHO2Config) if prefix else (DHO2Config, CurvatureConfig)
-    for model, qualifier in ((here, prefix), (there, "" if prefix else "curvature.")):
+    for model, qualifier in sorted(levels, key=lambda level: level[1] != prefix):
         close = difflib.get_close_matches(path[-1].lower(), model.model_fields, n=1, cutoff=0.7)
         if close:
             return f"did you mean '{qualifier}{close[0]}'? "

@@ -1,5 +1,7 @@
 """DeepSpeed's ``engine.save_checkpoint`` and ``engine.load_checkpoint`` carry the eigenbasis, with no further call.
 
+The base ``soap`` has its state whole in the same form, by block, in ``<tag>/dho2_soap/``.
+
 The optimizer's state in DeepSpeed's files stays exactly AdamW's, so ``ds_to_universal``, ``zero_to_fp32`` and a return
 to AdamW work. The eigenvectors lie beside, in ``<tag>/dho2_eigenbasis/``: ``index.pt`` says which rank's file holds
 which interval of which parameter, ``rank_<r>.pt`` holds that rank's rows. That form knows no ZeRO stage and no world
@@ -24,7 +26,7 @@ from dho2_ds.checkpoint import Record
 from dho2_ds.sharding.layout import Layout, Segment
 from dho2_ds.sharding.redistribute import plan
 
-FOLDER = "dho2_eigenbasis"
+FOLDER, SOAP_FOLDER = "dho2_eigenbasis", "dho2_soap"
 _VERSION = 1
 
 
@@ -50,6 +52,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         tag = given.get("tag")
         folder = Path(given["save_dir"], f"global_step{engine.global_steps}" if tag is None else str(tag), FOLDER)
         owner.save_eigenbasis(functools.partial(write, folder))
+        owner.save_base(functools.partial(write, folder.with_name(SOAP_FOLDER)))
         # At stage 0 DeepSpeed asks rank 0 alone for the state, which is sharded here as everywhere.
         owner.consolidate()
         try:
@@ -80,16 +83,17 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         tag = given["tag"]
         if tag is None:
             tag = Path(given["load_dir"], "latest_universal" if universal else "latest").read_text().strip()
-        owner.load_eigenbasis(functools.partial(read, Path(given["load_dir"]), str(tag), universal))
+        owner.load_base(functools.partial(read, Path(given["load_dir"]), str(tag), SOAP_FOLDER, universal))
+        owner.load_eigenbasis(functools.partial(read, Path(given["load_dir"]), str(tag), FOLDER, universal))
         return result
 
     return load_checkpoint
 
 
 def _owner(engine: Any) -> Any:
-    """The engine's DHO2 optimizer if it uses curvature, else None."""
+    """The engine's DHO2 optimizer if it has state of its own, else None."""
     optimizer: Any = getattr(engine, "basic_optimizer", None)
-    return optimizer if hasattr(optimizer, "load_eigenbasis") and optimizer.config.num_eigenvectors else None
+    return optimizer if hasattr(optimizer, "load_eigenbasis") and optimizer.uses_host else None
 
 
 def write(
@@ -124,11 +128,19 @@ def write(
     _save({"rows": rows.detach().cpu(), "digest": digest, **_identity(record)}, folder / f"rank_{rank:05d}.pt")
 
 
-def read(load_dir: Path, tag: str, universal: bool, layout: Layout, sizes: Mapping[str, int], record: Record) -> Tensor:
+def read(
+    load_dir: Path,
+    tag: str,
+    name: str,
+    universal: bool,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    record: Record,
+) -> Tensor:
     """The rows of one rank under any layout.
 
     Args:
-        load_dir, tag: the checkpoint. universal: also the other tags in the folder are searched.
+        load_dir, tag: the checkpoint. name: of the folder in it. universal: also the other tags are searched.
         layout: of the loading rank. sizes: {parameter: numel} of its model. record: from the param groups.
 
     Returns:
@@ -137,7 +149,7 @@ def read(load_dir: Path, tag: str, universal: bool, layout: Layout, sizes: Mappi
     Raises:
         ValueError: missing, damaged, or of another model or moment; names the file.
     """
-    folder = _find(load_dir, tag, universal, record)
+    folder = _find(load_dir, tag, name, universal, record)
     path = folder / "index.pt"
     index = _load(path, record)
     if dict(zip(index["names"], index["numels"], strict=True)) != dict(sizes):
@@ -168,12 +180,12 @@ def read(load_dir: Path, tag: str, universal: bool, layout: Layout, sizes: Mappi
     return torch.zeros(int(record.kept), layout.numel) if out is None else out
 
 
-def _find(load_dir: Path, tag: str, universal: bool, record: Record) -> Path:
+def _find(load_dir: Path, tag: str, name: str, universal: bool, record: Record) -> Path:
     """The folder of the eigenbasis that belongs to ``record``: the tag's own, else (universal) another tag's."""
-    own = load_dir / tag / FOLDER
+    own = load_dir / tag / name
     if own.exists() or not universal:
         return own
-    siblings = sorted(load_dir.glob(f"*/{FOLDER}"), key=lambda f: not tag.startswith(f.parent.name))
+    siblings = sorted(load_dir.glob(f"*/{name}"), key=lambda f: not tag.startswith(f.parent.name))
     for folder in siblings:
         try:
             _load(folder / "index.pt", record)
@@ -181,7 +193,7 @@ def _find(load_dir: Path, tag: str, universal: bool, record: Record) -> Path:
             continue
         return folder
     raise ValueError(
-        f"{own}: must exist; copy the folder {FOLDER} of the checkpoint it was converted or copied from into it"
+        f"{own}: must exist; copy the folder {name} of the checkpoint it was converted or copied from into it"
     )
 
 

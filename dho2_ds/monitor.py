@@ -59,6 +59,14 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
     )
 
 
+def soap_line(blocks: int, balance: tuple[float, float], state: int, sent: int) -> str:
+    """The line at the first step with the base ``soap``; bytes are rank 0's."""
+    return (
+        f"soap: {blocks} blocks; fullest rank over the mean {balance[0]:.2f} in memory, {balance[1]:.2f} in work; "
+        f"per rank {human_bytes(state)} state and {human_bytes(sent)} sent per step"
+    )
+
+
 def refresh_line(step: int, report: Refresh, lr_scale: float, age: int | None) -> str:
     """The INFO line of one refresh."""
     values = ", ".join(f"{value:.3g}" for value in report.eigenvalues[:4]) or "none"

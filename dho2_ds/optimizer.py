@@ -32,10 +32,13 @@ from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import chosen_route, is_main, logger, summary_line
+from dho2_ds.monitor import chosen_route, is_main, logger, soap_line, summary_line
 from dho2_ds.refresher import Moment, Refresher, tell
+from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params, local_part
+from dho2_ds.soap_base import SoapOptimizer
 from dho2_ds.update import Rates
 
 _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
@@ -103,7 +106,7 @@ class DHO2(torch.optim.Optimizer):
         self._consolidated: dict[str, Any] | None = None
         self._announced = False
         allow_under_deepspeed(type(self))
-        if config.num_eigenvectors:
+        if self.uses_host:
             self._reserve_record()
             watch_for_engine(self)
 
@@ -122,7 +125,7 @@ class DHO2(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.config.num_eigenvectors == 0:
+        if not self.uses_host:
             self._plain_step()
         elif not self._is_initialising_step():
             self._hybrid_step(self._host or self._bind_default())
@@ -153,7 +156,7 @@ class DHO2(torch.optim.Optimizer):
             "captured_fraction": float(self._captured) if self._captured is not None else None,
             "bytes_basis": self._space.bytes,
             "bytes_transient": last.transient_bytes if last is not None else 0,
-            "bytes_base": sum(t.numel() * t.element_size() for t in tensors),
+            "bytes_base": sum(t.numel() * t.element_size() for t in tensors) + self._bytes_soap,
             "route": self.route if self._host is not None else None,
             "self_check": last.self_check if last is not None else None,
             "tau": last.tau if last is not None else None,
@@ -181,6 +184,15 @@ class DHO2(torch.optim.Optimizer):
     def route(self) -> str:
         """The way Hessian-vector products are taken: ``finite_difference`` or ``exact``."""
         return chosen_route(self.config.curvature)[0]
+
+    @property
+    def uses_host(self) -> bool:
+        """False when torch's base optimizer does all there is to do, without knowing the model."""
+        return self.config.num_eigenvectors > 0 or self.config.base == "soap"
+
+    @property
+    def _bytes_soap(self) -> int:
+        return self._base.bytes if isinstance(self._base, SoapOptimizer) else 0
 
     @property
     def steps(self) -> int:
@@ -221,7 +233,7 @@ class DHO2(torch.optim.Optimizer):
         packed: dict[str, Any] = super().state_dict()
         defaults = torch_group_keys(self.config.base, self.param_groups[0])
         packed["param_groups"] = [{**defaults, **group} for group in packed["param_groups"]]
-        if self.config.num_eigenvectors == 0 or not self._stateful:
+        if not self.uses_host or not self._stateful:
             return packed
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
@@ -270,7 +282,7 @@ class DHO2(torch.optim.Optimizer):
         for group in self.param_groups:
             strip(group, keep=set(self.defaults))
         self._groups = self.param_groups
-        if self.config.num_eigenvectors == 0:
+        if not self.uses_host:
             return
         self._reserve_record()
         for mine in self.state.values():
@@ -303,15 +315,40 @@ class DHO2(torch.optim.Optimizer):
         assert host is not None
         self._link_state()
         self._space.verify(host)
-        if self._space.basis is None:
-            return
+        if self._space.basis is not None:
+            rows = self._space.basis.vectors
+            self._together(lambda: write(host.reducer.rank, host.layouts, host.sizes, self._record(), rows))
+
+    def save_base(self, write: Callable[..., None]) -> None:
+        """Let ``write`` keep this rank's state of the base ``soap``; nothing to do for torch's. Collective."""
+        base, host = self._base, self._host
+        if isinstance(base, SoapOptimizer) and host is not None:
+            record, state = Record(kept=1, born=self._step), base.pack()[None]
+            self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
+
+    def load_base(self, read: Callable[..., Tensor]) -> None:
+        """Take the state of the base ``soap`` of the checkpoint just loaded from ``read``. Collective.
+
+        Raises:
+            ValueError: it is missing, damaged or of other blocks (RuntimeError on the other ranks): training on
+                without it would be another run.
+        """
+        base, host = self._base, self._host
+        if isinstance(base, SoapOptimizer) and host is not None and self._step:
+            layout, record = base.state_layouts[host.reducer.rank], Record(kept=1, born=self._step)
+            self._together(lambda: base.buffer.copy_(read(layout, base.state_sizes, record)[0]))
+            base.unpack()
+
+    def _together(self, call: Callable[[], object]) -> None:
+        """Call, and raise on every rank if one of them raised."""
+        assert self._host is not None
         error: Exception | None = None
         try:
-            write(host.reducer.rank, host.layouts, host.sizes, self._record(), self._space.basis.vectors)
+            call()
         except Exception as caught:  # raised below, on every rank together
             error = caught
-        if not host.agreement.agree(error is None):
-            raise error or RuntimeError("the eigenbasis could not be saved on another rank; see that rank's error")
+        if not self._host.agreement.agree(error is None):
+            raise error or RuntimeError("a checkpoint's part could not be saved or loaded on another rank; see there")
 
     def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
         """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.
@@ -371,13 +408,17 @@ class DHO2(torch.optim.Optimizer):
                 empty = {i: torch.zeros_like(p, dtype=dtype) for i in range(k) if i not in rows}
                 shown[index[id(p)]] = {**mine, **{f"{ROW}{i}": v for i, v in {**rows, **empty}.items() if i < k}}
             return dict(shown)
-        states = [self._base_state[shard.param] for shard in host.shards]
-        for name in state_names(self.config.base, self._momentum):
-            for key, value in host.expose([state[name] for state in states]):
+        if isinstance(base, SoapOptimizer):
+            for key, name, value in base.entries() if not host.state_outside else ():
                 shown[index[id(key)]][name] = value
-        if self.config.base != "sgd":
-            for key, value in host.expose_scalars([state[STEP] for state in states]):
-                shown[index[id(key)]][STEP] = value
+        else:
+            states = [self._base_state[shard.param] for shard in host.shards]
+            for name in state_names(self.config.base, self._momentum):
+                for key, value in host.expose([state[name] for state in states]):
+                    shown[index[id(key)]][name] = value
+            if self.config.base != "sgd":
+                for key, value in host.expose_scalars([state[STEP] for state in states]):
+                    shown[index[id(key)]][STEP] = value
         if not host.state_outside:
             for key, name, value in self._space.entries(host, base):
                 shown[index[id(key)]][name] = value
@@ -407,6 +448,8 @@ class DHO2(torch.optim.Optimizer):
         Raises:
             ConfigError: a setting cannot work on this host.
         """
+        if self.config.base == "soap":
+            host = self._own(host)
         self._check_k(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
@@ -416,8 +459,29 @@ class DHO2(torch.optim.Optimizer):
         self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
-        self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
+        if isinstance(host, OwnerHost):
+            self._base = SoapOptimizer(host, self.config.soap, fused=fused, before=self._base)
+        else:
+            self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
         self._relink = True
+
+    def _own(self, inner: Host) -> Host:
+        """The engine's host in the owner layout."""
+        soap, kept = self.config.soap, 3  # two moments and the update
+        host = OwnerHost(
+            inner,
+            max_block=soap.max_block,
+            max_rotated=soap.max_precondition_dim,
+            vectors=kept + self.config.num_eigenvectors,
+        )
+        if host.balance[0] > TOLERANCE and is_main():
+            logger.warning(
+                "soap: the fullest rank has %.2f times the mean memory of %d blocks; lower soap.max_block from %d",
+                host.balance[0],
+                len(host.blocks),
+                soap.max_block,
+            )
+        return host
 
     def hook(self, handle: RemovableHandle) -> None:
         """Own the forward hook of the attached model; the previous one is removed."""
@@ -439,7 +503,8 @@ class DHO2(torch.optim.Optimizer):
         groups = [group["params"] for group in self.param_groups]
         host = ReplicatedHost("one process", nn.Module(), groups, groups, None)
         self.bind(host, source=None)
-        return host
+        assert self._host is not None
+        return self._host
 
     def _fused_for(self, host: Host) -> bool:
         if self.config.fused is not None:
@@ -486,7 +551,7 @@ class DHO2(torch.optim.Optimizer):
             self._link_state()
         elif not grads or not zero:
             return False
-        else:
+        elif self.config.base != "soap":
             for p in params:
                 init_state(self.config.base, p, self.state[p], fused=self.config.fused, momentum=self._momentum)
                 reserve_rows(self.state[p], self.config.num_eigenvectors)
@@ -500,23 +565,10 @@ class DHO2(torch.optim.Optimizer):
         """
         assert self._host is not None
         keys = self._host.keys()
-        if self._relink:
-            owned = {id(key) for key in keys}
-            for key in [key for key in self.state if id(key) not in owned]:
-                self.state[key] = {}  # another rank's share; torch takes an optimizer without any key for a fresh one
-        for index, (shard, key) in enumerate(zip(self._host.shards, keys, strict=True)):
-            mine = self.state[key]
-            if self._relink:
-                for name, value in mine.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        mine[name] = self._host.absorb(index, value)
-            if self._relink or not mine:
-                init_state(
-                    self.config.base, shard.param, mine, fused=self._fused_for(self._host), momentum=self._momentum
-                )
-            if not self._host.state_outside:
-                reserve_rows(mine, self.config.num_eigenvectors)
-            self._base_state[shard.param] = mine
+        if isinstance(self._base, SoapOptimizer):
+            self._link_soap(self._base, self._host)
+        else:
+            self._link_shards(self._host, keys)
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
             found = self._loaded[1]
@@ -531,6 +583,32 @@ class DHO2(torch.optim.Optimizer):
                 mine[i] = self._host.absorb(index, row)
         return mine
 
+    def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
+        """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only keys."""
+        if self._relink and not host.state_outside:
+            if any(self.state.values()):
+                base.load(self.state)
+            self.state.clear()
+            self.state.update({p: {} for p in iter_params(self.param_groups)})
+
+    def _link_shards(self, host: Host, keys: list[Tensor]) -> None:
+        if self._relink:
+            owned = {id(key) for key in keys}
+            for key in [key for key in self.state if id(key) not in owned]:
+                self.state[key] = {}  # another rank's share; torch takes an optimizer without any key for a fresh one
+        for index, (shard, key) in enumerate(zip(host.shards, keys, strict=True)):
+            mine = self.state[key]
+            if self._relink:
+                for name, value in mine.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        mine[name] = host.absorb(index, value)
+            if self._relink or not mine:
+                fused = self._fused_for(host)
+                init_state(self.config.base, shard.param, mine, fused=fused, momentum=self._momentum)
+            if not host.state_outside:
+                reserve_rows(mine, self.config.num_eigenvectors)
+            self._base_state[shard.param] = mine
+
     # -- stepping -----------------------------------------------------------------------------------------------
 
     def _plain_step(self) -> None:
@@ -544,8 +622,8 @@ class DHO2(torch.optim.Optimizer):
 
     def _hybrid_step(self, host: Host) -> None:
         if self._rebuild is not None and not host.current(self.param_groups):
-            host = self._rebuild()
-            self.bind(host, self._source, self._rebuild)
+            self.bind(self._rebuild(), self._source, self._rebuild)
+            host = self._host or host
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
@@ -558,10 +636,7 @@ class DHO2(torch.optim.Optimizer):
         self._groups = groups
         if not self._announced:
             self._announced = True
-            if is_main():
-                logger.info(
-                    summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel)
-                )
+            self._announce(host)
         self._space.verify(host)
         basis = self._space.active(self._step)
         self._lr_scale = 1.0 if basis is None else self._space.lr_scale
@@ -574,7 +649,14 @@ class DHO2(torch.optim.Optimizer):
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
-        self._refresher.advance(self._step, has_source=self._source is not None)
+        if self.config.num_eigenvectors:
+            self._refresher.advance(self._step, has_source=self._source is not None)
+
+    def _announce(self, host: Host) -> None:
+        if is_main() and self.config.num_eigenvectors:
+            logger.info(summary_line(self.config, host.name, host.reducer.world_size, host.numel, host.layout.numel))
+        if is_main() and isinstance(host, OwnerHost):
+            logger.info(soap_line(len(host.blocks), host.balance, self._bytes_soap, 4 * host.sent))
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)

@@ -49,6 +49,14 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def storage_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions in storage order, outermost first: the shape of which :func:`flat_view` is the flattening."""
+    if tensor.is_contiguous():
+        return tuple(tensor.shape)
+    strides = tensor.stride()
+    return tuple(tensor.shape[i] for i in sorted(range(tensor.dim()), key=lambda i: -strides[i]))
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, detached; any other tensor itself. Without importing torch.distributed.tensor."""
     to_local = getattr(tensor.detach(), "to_local", None)

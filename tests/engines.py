@@ -7,6 +7,7 @@ param groups (weights decay, biases do not), small enough for a dense float64 He
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@cache
 def digits() -> tuple[Tensor, Tensor]:
     """1,792 digits as 16 float64 pixels in [0, 1], and their labels."""
     x, y = load_digits(return_X_y=True)

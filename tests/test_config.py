@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dho2_ds.config import ConfigError, CurvatureConfig, DHO2Config, check_group_options, parse_config
+from dho2_ds.config import ConfigError, CurvatureConfig, DHO2Config, SoapConfig, check_group_options, parse_config
 
 
 def refusal(**values: Any) -> list[str]:
@@ -42,8 +42,10 @@ def test_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize(("base", "decay", "momentum"), [("adamw", 0.01, 0.0), ("adam", 0.0, 0.0), ("sgd", 0.0, 0.9)])
-@pytest.mark.parametrize("nulls", [{}, {"weight_decay": None, "momentum": None, "curvature": None}])
+@pytest.mark.parametrize(
+    ("base", "decay", "momentum"), [("adamw", 0.01, 0.0), ("adam", 0.0, 0.0), ("sgd", 0.0, 0.9), ("soap", 0.01, 0.0)]
+)
+@pytest.mark.parametrize("nulls", [{}, {"weight_decay": None, "momentum": None, "betas": None, "curvature": None}])
 def test_null_means_the_default_of_the_base(base: str, decay: float, momentum: float, nulls: dict[str, None]) -> None:
     config = parse_config({"base": base, **nulls})
     assert (config.weight_decay, config.momentum) == (decay, momentum)
@@ -72,9 +74,9 @@ def test_a_whole_float_counts_as_an_integer() -> None:
 
 BAD: list[tuple[str, list[Any]]] = [
     ("lr", [-1e-9, math.inf, math.nan, True, "1e-3", None, [1.0], torch.ones(2), 10**400]),
-    ("base", ["soap", "AdamW", None, 1]),
+    ("base", ["shampoo", "AdamW", None, 1]),
     ("rule", ["newton", None]),
-    ("betas", [0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, math.nan], [True, 0.9], [0.9, 0.9, 0.9], "ab", None]),
+    ("betas", [0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, math.nan], [True, 0.9], [0.9, 0.9, 0.9], "ab"]),
     ("eps", [0, -1e-8, math.inf, True]),
     ("weight_decay", [-0.1, math.inf, True, "auto"]),
     ("num_eigenvectors", [-1, 1.5, True, False, "8", None, math.inf]),
@@ -91,6 +93,13 @@ BAD: list[tuple[str, list[Any]]] = [
     ("curvature.batches", [0, True]),
     ("curvature.eigenvector_dtype", ["float16", None]),
     ("curvature.max_age", [0, True]),
+    ("soap", [5, "soap", []]),
+]
+BAD_SOAP: list[tuple[str, list[Any]]] = [
+    ("precondition_frequency", [0, 1.5, None, True]),
+    ("shampoo_beta", [1.0, -0.1, True, "0.95"]),
+    ("max_block", [1, 0, None, 2.5]),
+    ("max_precondition_dim", [0, None, True]),
 ]
 
 
@@ -125,9 +134,29 @@ def test_exact_wording() -> None:
         "curvature.mode='dedicated': must be 'inline' or 'spread' in this version; "
         "use 'inline' for the whole refresh at once"
     ]
-    assert refusal(base="soap") == [
-        "base='soap': must be 'adamw', 'adam' or 'sgd' in this version; use 'adamw' if unsure"
+    assert refusal(base="shampoo") == [
+        "base='shampoo': must be 'adamw', 'adam', 'sgd' or 'soap'; use 'adamw' if unsure"
     ]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_SOAP for value in values])
+def test_a_bad_value_of_soap_is_one_line(name: str, value: Any) -> None:
+    (line,) = refusal(base="soap", soap={name: value})
+    assert line.startswith(f"soap.{name}={value!r}: must be ") and "; " in line
+
+
+def test_settings_of_soap() -> None:
+    config = parse_config({"base": "soap"})
+    assert (config.betas, config.weight_decay, config.momentum) == ((0.95, 0.95), 0.01, 0.0)
+    assert config.soap == SoapConfig(
+        precondition_frequency=10, shampoo_beta=None, max_block=2048, max_precondition_dim=10000
+    )
+    assert parse_config({"base": "soap", "betas": [0.9, 0.99]}).betas == (0.9, 0.99)
+    assert refusal(soap={"max_block": 64})[0].startswith("soap=")
+    (line,) = refusal(base="soap", precondition_frequncy=3)
+    assert "did you mean 'soap.precondition_frequency'?" in line
+    (line,) = refusal(base="soap", soap={"max_blocks": 3})
+    assert "did you mean 'soap.max_block'?" in line and line.endswith(", ".join(SoapConfig.model_fields))
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -133,12 +133,13 @@ class Probe:
             self._longest.paused = False
 
 
-def held(kind: str, rank: int, world: int) -> dict[str, Any]:
+def held(kind: str, rank: int, world: int, **settings: Any) -> dict[str, Any]:
     """Bytes this rank holds of ours, in steady state and in the middle of Lanczos, and the longest vector made."""
     with mock.patch.object(full, "BUCKET", BUCKET):
-        module, optimizer = build(kind, rank, world)
+        module, optimizer = build(kind, rank, world, **settings)
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank))
-        train_step(module, optimizer, x)
+        for _ in range(2 if settings else 1):  # the first step of SOAP moves nothing
+            train_step(module, optimizer, x)
         longest = Longest()
         probe = Probe(longest)
         dho2_ds.attach(module, optimizer, loss_fn=probe, data=[x])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dho2_ds.config import CurvatureConfig, DHO2Config, parse_config
+from dho2_ds.config import CurvatureConfig, DHO2Config, SoapConfig, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
@@ -91,7 +91,7 @@ def test_config_is_valid(name: str) -> None:
 def test_readme_explains_every_config_and_key() -> None:
     text = (CONFIGS / "README.md").read_text()
     expected = [path.name for path in CONFIGS.glob("*.json")]
-    expected += [*DHO2Config.model_fields, *CurvatureConfig.model_fields]
+    expected += [*DHO2Config.model_fields, *CurvatureConfig.model_fields, *SoapConfig.model_fields]
     assert [name for name in expected if f"`{name}`" not in text] == []
 
 
@@ -169,3 +169,16 @@ def test_step_cost(tmp_path: Path) -> None:
     assert "DHO2 / AdamW" in output
     row, _ = json.loads(record.read_text())["rows"]
     assert row["dho2_bytes"] - row["adamw_bytes"] == row["n"] * (2 * row["k"] * 4 + 5 * 4)
+    (soap,) = json.loads(record.read_text())["soap_rows"]
+    assert "SOAP / AdamW" in output and soap["soap_s"] > 0
+    assert all(0 < found["bytes_sent"] <= 2 * 4 * soap["n"] for found in soap["ranks"].values())
+
+
+@pytest.mark.slow
+def test_pinn(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    options = ["--steps", "100", "--points", "128", "--output", str(picture)]
+    output = launch([sys.executable, str(EXAMPLES / "pinn_burgers.py"), *options], tmp_path)
+    for name in ("Adam", "SOAP", "DHO2 on Adam", "DHO2 on SOAP"):
+        assert name in output
+    assert picture.read_bytes().startswith(b"\x89PNG")

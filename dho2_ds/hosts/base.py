@@ -26,6 +26,8 @@ class Host(ABC):
         name: for messages, e.g. ``"DeepSpeed ZeRO-2"``.
         module: the user's model, unwrapped.
         sizes: {parameter name: numel} of every parameter this optimizer trains, in model order, global.
+        shapes: {parameter name: dimensions in the order in which its flattened elements lie}, global.
+        group_of: {parameter name: index of its param group}.
         layouts: one :class:`Layout` per rank of the sharding group.
         reducer: sums over the sharding group.
         agreement: decisions that all ranks share, replicas of a shard included; by default the reducer.
@@ -35,6 +37,8 @@ class Host(ABC):
     name: str
     module: nn.Module
     sizes: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    group_of: dict[str, int]
     layouts: Sequence[Layout]
     reducer: Reducer
     shards: list[Shard]
@@ -114,6 +118,10 @@ class Host(ABC):
             )
         return value
 
+    def named_keys(self) -> dict[str, Tensor]:
+        """{parameter name: its tensor in the param groups}, of all parameters; empty where ranks hold parts of them."""
+        return {}
+
     def current(self, groups: list[dict[str, Any]]) -> bool:
         """False when the param groups hold other tensors than this host was built for, so it must be built anew."""
         return True
@@ -128,6 +136,10 @@ class Host(ABC):
             All param groups, once every shard's ``param.grad`` of this training step is in place; None while the
             engine has more calls to make for the same step.
         """
+
+    def without_gradient(self) -> set[str]:
+        """Names of the parameters that this step leaves alone, the same on every rank; after :meth:`collect`."""
+        return set()
 
     @abstractmethod
     def publish(self) -> None:

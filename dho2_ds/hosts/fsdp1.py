@@ -28,11 +28,12 @@ from dho2_ds.shards import consecutive, iter_params, running_offsets
 
 @dataclass(frozen=True)
 class _Unit:
-    """One FSDP module's flat parameter: names and sizes of what it holds, where each starts, elements per rank."""
+    """One FSDP module's flat parameter: what it holds by name, where each starts, elements per rank."""
 
     handle: Any
     names: tuple[str, ...]
     numels: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     share: int
 
@@ -46,7 +47,7 @@ class _Unit:
         )
         names = tuple(clean_name(prefix + name) for name in flat._fqns)
         share = flat._sharded_size[0] if shards > 1 else sum(flat._numels_with_padding)
-        return cls(handle, names, numels, offsets, share)
+        return cls(handle, names, numels, tuple(tuple(shape) for shape in flat._shapes), offsets, share)
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """(start, length) of what ``rank`` holds of parameter ``index``; length 0 for nothing."""
@@ -114,6 +115,13 @@ class FSDP1Host(ShardedModelHost):
                 managed.append((p, where, group_index))
         self._held = [where for _, where, _ in managed]
         self.sizes = self._in_model_order(module)
+        owned = [
+            (unit.names[i], unit.shapes[i], group_index)
+            for _, (unit, only), group_index in managed
+            for i in (range(len(unit.names)) if only is None else [only])
+        ]
+        self.shapes = {name: shape for name, shape, _ in owned}
+        self.group_of = {name: group_index for name, _, group_index in owned}
         self.layouts = LazyLayouts(self.reducer.world_size, self._layout_of)
         # As with torch's optimizers a parameter has no state on a rank that holds nothing of it. A rank that holds
         # nothing at all keeps one empty shard, which says where it computes and in which precision.

@@ -55,6 +55,8 @@ class FSDP2Host(ShardedModelHost):
         self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(self._params)]
         known = dict(zip(self._names, (p.numel() for p in self._params), strict=True))
         self.sizes = {name: known[name] for name in names.values() if name in known} | known
+        self.shapes = {name: tuple(p.shape) for name, p in zip(self._names, self._params, strict=True)}
+        self.group_of = {name: index for name, (_, index) in zip(self._names, pairs, strict=True)}
         locals_ = [p.to_local().detach() for p in self._params]
         self.shards = consecutive(locals_, [index for _, index in pairs])
         self._pointers = [local.data_ptr() for local in locals_]
@@ -103,6 +105,9 @@ class FSDP2Host(ShardedModelHost):
                 result = x.clone() if result is x else result
                 result[low:high].div_(copies)
         return result
+
+    def without_gradient(self) -> set[str]:
+        return {name for name, p in zip(self._names, self._params, strict=True) if p.grad is None}
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
 from dho2_ds.sharding.layout import flat_slices, replicated
 from dho2_ds.sharding.redistribute import redistribute
 from dho2_ds.sharding.reduce import Reducer, meet
-from dho2_ds.shards import Shard, flat_like, flat_view, iter_params
+from dho2_ds.shards import Shard, flat_like, flat_view, iter_params, storage_shape
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it and warns about the old name."""
@@ -62,6 +62,8 @@ class ReplicatedHost(Host):
                     owner.append(index)
         self._names = [named.get(id(w), f"parameter {i}") for i, w in enumerate(self._weights)]
         self.sizes = {n: w.numel() for n, w in zip(self._names, self._weights, strict=True)}
+        self.shapes = {n: storage_shape(m) for n, m in zip(self._names, self._masters, strict=True)}
+        self.group_of = dict(zip(self._names, owner, strict=True))
         self.layouts = flat_slices(self.sizes, self.reducer.world_size)
         self._index = {n: i for i, n in enumerate(self._names)}
         self.shards = []
@@ -79,6 +81,9 @@ class ReplicatedHost(Host):
 
     def keys(self) -> list[Tensor]:
         return [self._masters[index] for index, _, _ in self._origin]
+
+    def named_keys(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._masters, strict=True))
 
     @property
     def gathers(self) -> bool:
@@ -145,6 +150,9 @@ class ReplicatedHost(Host):
                 grad = self._masters[index].grad
                 shard.param.grad = None if grad is None else flat_like(grad, self._masters[index])[start:stop]
         return groups
+
+    def without_gradient(self) -> set[str]:
+        return {name for name, p in zip(self._names, self._masters, strict=True) if p.grad is None}
 
     def publish(self) -> None:
         if self.reducer.world_size > 1:

@@ -226,6 +226,8 @@ class ZeroHost(PartitionedHost):
 
     def _build(self, ordered: Sequence[Sequence[Tensor]], offsets: Sequence[Sequence[int]], masters: list[Any]) -> None:
         self.sizes = {self._names[id(p)]: p.numel() for group in ordered for p in group}
+        self.shapes = {self._names[id(p)]: tuple(p.shape) for group in ordered for p in group}
+        self.group_of = {self._names[id(p)]: i for i, group in enumerate(ordered) for p in group}
         world = self.reducer.world_size
         self.layouts = [
             concatenate(

@@ -27,12 +27,15 @@ class Zero3Host(PartitionedHost):
         wrapper = self.wrapper
         groups: Sequence[Sequence[Any]] = wrapper.fp16_groups
         self.sizes = {self._names[id(p)]: int(p.ds_numel) for group in groups for p in group}
+        self.shapes = {self._names[id(p)]: tuple(p.ds_shape) for group in groups for p in group}
+        owners = [int(wrapper.sub_group_to_group_id[i]) for i in range(len(groups))]
+        self.group_of = {self._names[id(p)]: i for i, group in zip(owners, groups, strict=True) for p in group}
         self.layouts = [
             concatenate([self._sub_group_layout(group, rank) for group in groups])
             for rank in range(self.reducer.world_size)
         ]
         masters = wrapper.fp32_partitioned_groups_flat
-        self.shards = consecutive(masters, [int(wrapper.sub_group_to_group_id[i]) for i in range(len(masters))])
+        self.shards = consecutive(masters, owners)
         self._partitions = list(wrapper.fp16_partitioned_groups_flat)
         for index, master in enumerate(masters):
             self._clear_padding(index, master.data)

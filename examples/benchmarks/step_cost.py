@@ -5,6 +5,9 @@ python examples/benchmarks/step_cost.py --device cuda --json step_cost.json
 
 One flat parameter of n values, its gradient and a synthetic eigenbasis; no model and no refresh. Both optimizers use
 torch's fused AdamW kernel, so what DHO2 adds is the projection (pass 1 over Q) and the correction (pass 2 over Q).
+
+A second table has the base soap on the matrices of a transformer: its time beside AdamW's (the mean over one period of
+its eigenbases), and, computed from the layouts, what a rank sends per step and how even the ranks are.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from rich.console import Console
 from rich.progress import track
 
 import dho2_ds
+from dho2_ds.sharding import flat_slices
+from dho2_ds.sharding.blocks import assign, cut, imbalance, owner_layouts
+from dho2_ds.sharding.route import to_blocks
 
 FLOAT = 4  # bytes of an fp32 value
 ADAMW_ARRAYS = 7  # reads weight, gradient, exp_avg, exp_avg_sq; writes the weight and both moments
@@ -44,8 +50,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("step_cost.json"), help="file to write")
     parser.add_argument("--quick", action="store_true", help="one small case: checks the script, measures nothing")
     args = parser.parse_args()
+    args.soap = [(2, 256, 8192), (4, 512, 16384)]
     if args.quick:
-        args.numel, args.k, args.repeats = [1e5], [4], 3
+        args.numel, args.k, args.repeats, args.soap = [1e5], [4], 3, [(2, 32, 100)]
     return args
 
 
@@ -122,6 +129,75 @@ def measure(n: int, k: int, dtype: str, args: argparse.Namespace, bandwidth: flo
     }
 
 
+def transformer(layers: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of a GPT."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (vocabulary, width)}
+    for i in range(layers):
+        shapes |= {f"{i}.qkv": (3 * width, width), f"{i}.out": (width, width), f"{i}.norm": (width,)}
+        shapes |= {f"{i}.up": (4 * width, width), f"{i}.down": (width, 4 * width), f"{i}.bias": (4 * width,)}
+    return shapes
+
+
+SOAP_K, SOAP_PERIOD, SOAP_BLOCK, SOAP_LONGEST = 8, 10, 2048, 10000
+SOAP_RANKS = (2, 4, 8)
+
+
+def measure_soap(size: tuple[int, int, int], args: argparse.Namespace) -> dict[str, Any]:
+    """One row: AdamW, SOAP and DHO2 on SOAP on equal matrices; traffic and balance over several ranks."""
+    device, shapes = torch.device(args.device), transformer(*size)
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    n = sum(sizes.values())
+    sets = [[torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes.values()] for _ in range(3)]
+    for params in sets:
+        for index, param in enumerate(params):
+            generator = torch.Generator(device).manual_seed(index)
+            param.grad = torch.randn(param.shape, generator=generator, device=device)
+    settings = {"lr": 1e-4, "base": "soap", "curvature": {"warmup_steps": 10**9}}
+    adamw = torch.optim.AdamW(sets[0], lr=1e-4, fused=True)
+    soap = dho2_ds.DHO2(sets[1], num_eigenvectors=0, **settings)
+    dho2 = dho2_ds.DHO2(sets[2], num_eigenvectors=SOAP_K, **settings)
+    dho2.set_eigenbasis(orthonormal(SOAP_K, n, torch.float32, device), [float(SOAP_K - i) for i in range(SOAP_K)], 0.5)
+
+    def period(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        return lambda: [optimizer.step() for _ in range(SOAP_PERIOD)]
+
+    repeats = max(2, args.repeats // 2)
+    adamw_s, soap_s, dho2_s = (
+        s / SOAP_PERIOD for s in medians([period(o) for o in (adamw, soap, dho2)], repeats, device)
+    )
+    ranks = {}
+    blocks = cut(shapes, max_block=SOAP_BLOCK, max_rotated=SOAP_LONGEST)
+    for world in SOAP_RANKS:
+        owners = assign(blocks, world, 3 + SOAP_K)
+        pieces = to_blocks(flat_slices(sizes, world), blocks, owners, owner_layouts(blocks, owners, world))
+        sent = [
+            sum(p.numel for p in pieces if p.source != p.target and rank in (p.source, p.target))
+            for rank in range(world)
+        ]
+        memory, work = imbalance(blocks, owners, world, 3 + SOAP_K)
+        ranks[world] = {"bytes_sent": FLOAT * max(sent), "memory_balance": memory, "work_balance": work}
+    name = "x".join(map(str, size))
+    return {"model": name, "n": n, "adamw_s": adamw_s, "soap_s": soap_s, "dho2_s": dho2_s, "k": SOAP_K, "ranks": ranks}
+
+
+SOAP_HEADER = """
+| layers x width x vocabulary | n | AdamW | SOAP | DHO2 on SOAP | SOAP / AdamW | DHO2 / SOAP | ranks | sent per rank, MB | of 2 n / P | memory balance | work balance |
+|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""  # noqa: E501
+
+
+def soap_markdown(row: dict[str, Any]) -> str:
+    """One line per number of ranks."""
+    times = [f"{row[key] * 1e3:.1f}" for key in ("adamw_s", "soap_s", "dho2_s")]
+    ratios = [f"{row['soap_s'] / row['adamw_s']:.1f}", f"{row['dho2_s'] / row['soap_s']:.2f}"]
+    lines = []
+    for world, found in row["ranks"].items():
+        share = found["bytes_sent"] / (2 * FLOAT * row["n"] / world)
+        cells = [row["model"], f"{row['n']:.1e}", *times, *ratios, str(world), f"{found['bytes_sent'] / 1e6:.1f}"]
+        cells += [f"{share:.2f}", f"{found['memory_balance']:.2f}", f"{found['work_balance']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 HEADER = """\
 | n | k | Q | AdamW | floor | DHO2 | floor | DHO2 / AdamW | DHO2 / floor | correction / floor |
 |--:|--:|:--|--:|--:|--:|--:|--:|--:|--:|"""
@@ -152,6 +228,11 @@ def main() -> None:
     for n, k, dtype in track(cases, "measuring", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         rows.append(measure(n, k, dtype, args, bandwidth))
         print(markdown(rows[-1]), flush=True)
+    print(SOAP_HEADER)
+    soap_rows = []
+    for size in track(args.soap, "measuring", console=Console(stderr=True), disable=not sys.stderr.isatty()):
+        soap_rows.append(measure_soap(size, args))
+        print(soap_markdown(soap_rows[-1]), flush=True)
     record = {
         "device": name,
         "platform": platform.platform(),
@@ -159,6 +240,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "bytes_per_s": measured,
         "rows": rows,
+        "soap_rows": soap_rows,
     }
     args.json.write_text(json.dumps(record, indent=2) + "\n")
     print(f"\nwrote {args.json}")

@@ -1,0 +1,190 @@
+"""The owner layout over any engine: whole blocks of matrices on one rank each, for a base that needs whole matrices.
+
+Everything of ours (base state, eigenbasis, Lanczos vectors) lives in the owner layout. Gradients come from the engine's
+shards and updates go back to them, one all-to-all of n/P elements per rank each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dho2_ds.config import ConfigError
+from dho2_ds.curvature.hvp import Exact, Root
+from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.sharding.blocks import assign, cut, imbalance, owner_layouts
+from dho2_ds.sharding.reduce import Reducer
+from dho2_ds.sharding.route import Route, to_blocks
+from dho2_ds.shards import Shard, flat_like, flat_view, working_device, working_dtype
+
+
+class OwnerHost(Host):
+    """Another host seen as blocks.
+
+    The shards are not weights but a zeroed **update** of them: the base step and the rank-k term add to it, and
+    :meth:`publish` brings it to the engine's float32 shards, after decoupled weight decay at the unscaled lr.
+
+    Args:
+        inner: the engine's host.
+        max_block, max_rotated: see :func:`dho2_ds.sharding.blocks.cut`.
+        vectors: vectors of the size of the weights that are kept; see :func:`dho2_ds.sharding.blocks.assign`.
+
+    Attributes:
+        blocks: all blocks, in model order. owners: the rank of each.
+        owned: this rank's blocks, one per shard.
+        update: (n_local,) local buffer that the shards are views of.
+        balance: the fullest rank over the mean, (memory, work).
+        sent: elements that leave this rank in a step, both ways.
+
+    Raises:
+        ConfigError: the engine does not say which matrices its shards are parts of.
+    """
+
+    def __init__(self, inner: Host, *, max_block: int, max_rotated: int, vectors: int) -> None:
+        if not hasattr(inner, "shapes"):
+            raise ConfigError(f"base='soap': must not be used on {inner.name}; use base='adamw'")
+        self.inner, self.name, self.module = inner, inner.name, inner.module
+        self.reducer, self.exact_refusal, self.state_outside = inner.reducer, inner.exact_refusal, inner.state_outside
+        world, rank = self.reducer.world_size, self.reducer.rank
+        self.blocks = cut(
+            {name: inner.shapes[name] for name in inner.sizes}, max_block=max_block, max_rotated=max_rotated
+        )
+        self.owners = assign(self.blocks, world, vectors)
+        self.balance = imbalance(self.blocks, self.owners, world, vectors)
+        self.sizes = {block.name: block.numel for block in self.blocks if block.numel}
+        self.layouts = owner_layouts(self.blocks, self.owners, world)
+        by_name = {block.name: block for block in self.blocks}
+        self.owned = [by_name[segment.name] for segment in self.layout.segments]
+        self.device, self.dtype = working_device(inner.shards), working_dtype(s.param for s in inner.shards)
+        self.update = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.shards = []
+        for block, segment in zip(self.owned, self.layout.segments, strict=True):
+            view = self.update[segment.offset : segment.offset + segment.length]
+            view = view if block.is_vector else view.view(block.rows, block.columns)
+            self.shards.append(Shard(view, inner.group_of[block.parameter], segment.offset))
+        pieces = to_blocks(inner.layouts, self.blocks, self.owners, self.layouts)
+        wire = self.reducer.device if self.reducer.device.type != self.device.type else None
+        self._arrive = Route(pieces, rank, self.layout.numel, self.reducer.group, wire)
+        back = [piece.reverse() for piece in pieces]
+        self._leave = Route(back, rank, inner.layout.numel, self.reducer.group, wire)
+        self.sent = self._arrive.sent + self._leave.sent
+        self._groups: list[dict[str, Any]] = []
+
+    @property
+    def engine(self) -> Any:
+        return getattr(self.inner, "engine", None)
+
+    @property
+    def agreement(self) -> Reducer:
+        return self.inner.agreement
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.inner.compute_dtype
+
+    @property
+    def transient_bytes(self) -> int:
+        """The engine's, and a direction and a gradient in its layout."""
+        return self.inner.transient_bytes + 2 * self.inner.layout.numel * self.update.element_size()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        return self.inner.gathers
+
+    def meet(self, what: str) -> None:
+        self.inner.meet(what)
+
+    def current(self, groups: list[dict[str, Any]]) -> bool:
+        return self.inner.current(groups)
+
+    def named_keys(self) -> dict[str, Tensor]:
+        return self.inner.named_keys()
+
+    def keys(self) -> list[Tensor]:
+        named = self.named_keys()
+        return [named.get(block.parameter, s.param) for block, s in zip(self.owned, self.shards, strict=True)]
+
+    def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)  # on ranks without a part too
+        for shard, part in zip(self.shards, parts, strict=True):
+            local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
+        flat = self._leave(local)
+        return self.inner.expose([flat[s.offset : s.offset + s.numel] for s in self.inner.shards])
+
+    def absorb(self, index: int, value: Tensor) -> Tensor:
+        block, shard = self.owned[index], self.shards[index]
+        if value.shape == shard.param.shape and value.numel() == block.numel:
+            return value
+        key = self.keys()[index]
+        if value.shape != key.shape:
+            raise ValueError(f"state of shape {tuple(value.shape)}: must be {tuple(key.shape)}, the whole parameter")
+        matrix = flat_like(value, key).view(-1, block.width)
+        part = matrix[block.row : block.row + block.rows, block.column : block.column + block.columns]
+        return part.reshape(shard.param.shape).clone()
+
+    # -- one training step --------------------------------------------------------------------------------------
+
+    def collect(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        found = self.inner.collect(groups)
+        if found is None:
+            return None
+        self._groups = found
+        flat = torch.zeros(self.inner.layout.numel, dtype=self.dtype, device=self.device)
+        for shard in self.inner.shards:
+            if shard.param.grad is not None:
+                flat[shard.offset : shard.offset + shard.numel].copy_(flat_like(shard.param.grad, shard.param))
+        arrived = self._arrive(flat)
+        absent = self.inner.without_gradient()
+        for block, shard in zip(self.owned, self.shards, strict=True):
+            part = arrived[shard.offset : shard.offset + shard.numel].view(shard.param.shape)
+            shard.param.grad = None if block.parameter in absent else part
+        return found
+
+    def without_gradient(self) -> set[str]:
+        absent = self.inner.without_gradient()
+        return {block.name for block in self.blocks if block.parameter in absent}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        update = self._leave(self.update)
+        self.update.zero_()
+        for shard in self.shards:
+            shard.param.grad = None
+        for shard in self.inner.shards:
+            if shard.param.grad is None:
+                continue
+            group, weights = self._groups[shard.group], flat_view(shard.param.detach())
+            decay = float(group["lr"]) * float(group["weight_decay"])
+            if decay:
+                weights.mul_(1.0 - decay)
+            weights.add_(update[shard.offset : shard.offset + shard.numel])
+        self.inner.publish()
+
+    def weights(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._arrive(self.inner.weights(dtype, device))
+
+    # -- one curvature refresh ----------------------------------------------------------------------------------
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        return self.inner.evaluation()
+
+    def accumulate(self, losses: Sequence[Loss], direction: Tensor | None, eps: float, out: Tensor) -> None:
+        flat = torch.zeros(self.inner.layout.numel, dtype=out.dtype, device=out.device)
+        self.inner.accumulate(losses, None if direction is None else self._leave(direction), eps, flat)
+        out.add_(self._arrive(flat))
+
+    def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
+        inner = self.inner.exact(losses, lambda x: x)
+
+        def differentiate(direction: Tensor, out: Tensor) -> None:
+            flat = torch.zeros(self.inner.layout.numel, dtype=out.dtype, device=out.device)
+            inner.differentiate(self._leave(direction), flat)
+            out.add_(self._arrive(flat))
+
+        return Exact(differentiate, root)

@@ -1,0 +1,246 @@
+"""The base ``soap``: SOAP on the matrices that a rank owns, torch's Adam on its vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dho2_ds.base import STEP, BaseOptimizer, Chunk, init_state
+from dho2_ds.config import ConfigError, SoapConfig
+from dho2_ds.hosts.owner import OwnerHost
+from dho2_ds.sharding.layout import Layout, Segment, replicated
+from dho2_ds.sharding.redistribute import redistribute
+from dho2_ds.shards import Shard
+from dho2_ds.soap import SoapMatrix, state_shapes
+
+SEEN = "seen"
+_ALIGNMENT = 16  # elements: matrices start at multiples of 64 bytes
+
+
+class SoapOptimizer(BaseOptimizer):
+    """Steps on the blocks of an :class:`OwnerHost` and exposes ``P`` block by block.
+
+    All of a rank's state is one flat buffer, laid out by block and name: what moves it to another world size, or into
+    a file, is the redistribution that moves everything else.
+
+    Args:
+        host: blocks and shards.
+        options: the ``soap`` settings.
+        fused: torch's flag for the vectors' Adam.
+        before: the optimizer bound before this one, whose state is taken over.
+
+    Attributes:
+        state_sizes: {block/name: elements}, global. state_layouts: one per rank. buffer: this rank's state.
+
+    Raises:
+        RuntimeError: ``before`` has taken steps on other blocks.
+    """
+
+    def __init__(
+        self, host: OwnerHost, options: SoapConfig, *, fused: bool | None, before: BaseOptimizer | None = None
+    ) -> None:
+        pairs = list(zip(host.owned, host.shards, strict=True))
+        vectors: dict[Any, Any] = {shard.param: {} for block, shard in pairs if block.is_vector}
+        super().__init__("adam", [s for block, s in pairs if block.is_vector], fused=fused, state=vectors)
+        self.device, self.dtype = host.device, host.dtype
+        self._options, self._host = options, host
+        self.state_sizes = {
+            f"{block.name}/{name}": int(torch.Size(shape).numel())
+            for block in host.blocks
+            if block.numel
+            for name, shape in {SEEN: (1,), **state_shapes(block)}.items()
+        }
+        self.state_layouts = [self._layout(layout) for layout in host.layouts]
+        rank = host.reducer.rank
+        self.buffer = torch.zeros(self.state_layouts[rank].numel, dtype=self.dtype, device=self.device)
+        places = {segment.name: segment for segment in self.state_layouts[rank].segments}
+        self._seen: list[Tensor] = []
+        self._matrices: list[tuple[Shard, SoapMatrix]] = []
+        for block, shard in pairs:
+            views = {}
+            for name, shape in {SEEN: (1,), **state_shapes(block)}.items():
+                place = places[f"{block.name}/{name}"]
+                views[name] = self.buffer[place.offset : place.offset + place.length].view(shape)
+            self._seen.append(views.pop(SEEN))
+            if block.is_vector:
+                vectors[shard.param].update(views)
+                init_state("adam", shard.param, vectors[shard.param], fused=fused, momentum=False)
+            else:
+                self._matrices.append((shard, SoapMatrix(views)))
+        if isinstance(before, SoapOptimizer):
+            self._take_over(before)
+
+    def _layout(self, blocks: Layout) -> Layout:
+        segments, offset = [], 0
+        by_name = {block.name: block for block in self._host.blocks}
+        for owned in blocks.segments:
+            for name in (SEEN, *state_shapes(by_name[owned.name])):
+                key = f"{owned.name}/{name}"
+                segments.append(Segment(key, 0, self.state_sizes[key], offset))
+                offset += -(-self.state_sizes[key] // _ALIGNMENT) * _ALIGNMENT
+        return Layout(tuple(segments), offset)
+
+    def _take_over(self, before: SoapOptimizer) -> None:
+        same = [[(s.offset, s.length) for s in layout.segments] for layout in self.state_layouts]
+        if same == [[(s.offset, s.length) for s in layout.segments] for layout in before.state_layouts]:
+            before.pack()
+            self.buffer.copy_(before.buffer)
+            self.unpack()
+        elif any(before._counts()):
+            raise RuntimeError("the model's parameters changed after steps were taken; build a new optimizer")
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[dict[str, Any]], lr_scale: float) -> None:
+        """One step with every lr multiplied by ``lr_scale``, added to the host's update; decay is the host's."""
+        super().step([{**group, "weight_decay": 0.0} for group in groups], lr_scale)
+        for shard, matrix in self._matrices:
+            if shard.param.grad is None:
+                continue
+            group = groups[shard.group]
+            beta = self._options.shampoo_beta
+            matrix.update(
+                shard.param.grad,
+                group,
+                shampoo_beta=float(group["betas"][1]) if beta is None else beta,
+                frequency=self._options.precondition_frequency,
+            )
+            if matrix.moved:
+                step = matrix.apply(matrix.direction(group), group, root=False)
+                shard.param.sub_(step, alpha=float(group["lr"]) * lr_scale)
+
+    def chunks(self, groups: Sequence[dict[str, Any]], *, moving_only: bool = False) -> Iterator[Chunk]:
+        """One chunk per matrix, then those of the vectors."""
+        largest = max((float(group["lr"]) for group in groups), default=0.0)
+        for shard, matrix in self._matrices:
+            if not moving_only or shard.param.grad is not None:
+                group = groups[shard.group]
+                rho = float(group["lr"]) / largest if largest > 0 else 1.0
+                yield _MatrixChunk(shard, matrix, group, rho)
+        yield from super().chunks(groups, moving_only=moving_only)
+
+    def frozen_root(self, groups: Sequence[dict[str, Any]], numel: int) -> Callable[[Tensor], Tensor]:
+        diagonal = torch.ones(numel, dtype=self.dtype, device=self.device)
+        for chunk in super().chunks(groups):
+            part = diagonal[chunk.start : chunk.stop]
+            part.copy_(chunk.root(part))
+        matrices = [c.frozen() for c in self.chunks(groups) if isinstance(c, _MatrixChunk)]
+
+        def root(x: Tensor) -> Tensor:
+            x.mul_(diagonal)
+            for chunk in matrices:
+                part = x[chunk.start : chunk.stop]
+                part.copy_(chunk.root(part))
+            return x
+
+        return root
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        """Of the state, and of the update that goes to the engine's shards."""
+        return (self.buffer.numel() + self._host.update.numel()) * self.buffer.element_size()
+
+    def _counts(self) -> list[int]:
+        return [m.seen for _, m in self._matrices] + [int(self.state[s.param][STEP]) for s in self.shards]
+
+    def pack(self) -> Tensor:
+        """The buffer, with the counts of steps written into it."""
+        for place, count in zip(self._seen, self._counts(), strict=True):
+            place.fill_(float(count))
+        return self.buffer
+
+    def unpack(self) -> None:
+        """Read the counts out of the buffer: it was written from outside."""
+        counts = [int(count) for count in torch.cat(self._seen).tolist()] if self._seen else []
+        for (_, matrix), count in zip(self._matrices, counts, strict=False):
+            matrix.seen = count
+        for shard, count in zip(self.shards, counts[len(self._matrices) :], strict=True):
+            self.state[shard.param][STEP].fill_(float(count))
+        self.forget_steps()
+
+    def entries(self) -> list[tuple[Tensor, str, Tensor]]:
+        """(key, name, tensor) of every block of every parameter, whole; a collective where the host gathers."""
+        keys = self._keys()
+        whole = replicated(self.state_sizes, len(self.state_layouts))
+        flat = redistribute(
+            self.pack(), self.state_layouts, whole, self._host.reducer.group, rank=self._host.reducer.rank
+        )
+        values = dict(zip(self.state_sizes, torch.split(flat, list(self.state_sizes.values())), strict=True))
+        found = []
+        for index, block in self._numbered():
+            if index == 0:
+                step = values[f"{block.name}/{SEEN}"].reshape(()).float().cpu()
+                found.append((keys[block.parameter], STEP, step))
+            for name, shape in state_shapes(block).items():
+                found.append((keys[block.parameter], f"{name}_{index}", values[f"{block.name}/{name}"].view(shape)))
+        return found
+
+    def load(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Take this rank's blocks out of what :meth:`entries` gave; parameters without state start anew.
+
+        Raises:
+            ConfigError: it is not of this base or of other blocks.
+        """
+        keys = self._keys()
+        targets = {block.name: i for i, block in enumerate(self._host.owned)}
+        places = {s.name: s for s in self.state_layouts[self._host.reducer.rank].segments}
+        self.buffer.zero_()
+        for index, block in self._numbered():
+            mine = state.get(keys.get(block.parameter), {})
+            if block.name not in targets or not mine:
+                continue
+            self._seen[targets[block.name]].fill_(float(mine.get(STEP, 0)))
+            for name, shape in state_shapes(block).items():
+                value, place = mine.get(f"{name}_{index}"), places[f"{block.name}/{name}"]
+                if not isinstance(value, Tensor) or value.shape != torch.Size(shape):
+                    raise ConfigError(
+                        f"checkpoint: {name} of {block.name} is missing or of another shape; must be written with "
+                        "base 'soap' and the same soap.max_block and soap.max_precondition_dim"
+                    )
+                self.buffer[place.offset : place.offset + place.length].copy_(value.reshape(-1))
+        self.unpack()
+
+    def _keys(self) -> dict[str, Tensor]:
+        keys = self._host.named_keys()
+        if not keys:
+            raise RuntimeError(
+                f"base 'soap' on {self._host.name}: its state cannot be in a state dict; use DDP or DeepSpeed where "
+                "checkpoints are needed"
+            )
+        return keys
+
+    def _numbered(self) -> Iterator[tuple[int, Any]]:
+        """Every block with its number within the parameter."""
+        count: dict[str, int] = {}
+        for block in self._host.blocks:
+            if block.numel:
+                yield count.setdefault(block.parameter, 0), block
+                count[block.parameter] += 1
+
+
+class _MatrixChunk:
+    def __init__(self, shard: Shard, matrix: SoapMatrix, options: dict[str, Any], rho: float) -> None:
+        self.start, self.stop = shard.offset, shard.offset + shard.numel
+        self._shard, self._matrix, self._options, self._rho = shard, matrix, options, rho
+
+    def frozen(self) -> _MatrixChunk:
+        """As it is now, whatever steps follow."""
+        return _MatrixChunk(self._shard, self._matrix.frozen(), dict(self._options), self._rho)
+
+    def direction(self) -> Tensor:
+        return self._matrix.direction(self._options).view(-1)
+
+    def remembered(self) -> Tensor:
+        return self.direction()
+
+    def root(self, x: Tensor) -> Tensor:
+        applied = self._matrix.apply(x.view(self._shard.param.shape), self._options, root=True).view(-1)
+        return applied.mul_(self._rho**0.5) if self._rho != 1.0 else applied
+
+    def add_to_weights(self, delta: Tensor) -> None:
+        self._shard.param.add_(delta.view(self._shard.param.shape))
