@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference, Root
+from dho2_ds.curvature.precision import Autocast
 from dho2_ds.curvature.refresh import Order, Outcome, refresh_process
 from dho2_ds.hosts.base import Host, Loss, RandomState
 
@@ -44,7 +45,8 @@ class SpreadRefresh:
         hint: Tensor | None,
         old: Eigenbasis | None,
     ) -> None:
-        self._host, self._losses, self._every = host, losses, every
+        self._host, self._every, self._autocast = host, every, Autocast()
+        self._losses = self._autocast.losses(losses, finite_difference.scale_for(host.scales_loss))
         self.born = self.next_step = order.born
         self._snapshot = host.weights(order.dtype, order.device)
         self._random = RandomState(host.module)
@@ -58,6 +60,10 @@ class SpreadRefresh:
         Returns:
             None while there is more to do, else what the refresh found.
         """
+        with Autocast().off():
+            return self._turn(step)
+
+    def _turn(self, step: int) -> Outcome | None:
         try:
             if self._work is None:
                 self._work = next(self._process)

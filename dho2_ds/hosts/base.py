@@ -51,6 +51,9 @@ class Host(ABC):
         """True when :meth:`expose` is a collective, because a state entry is wider than this rank's share."""
         return False
 
+    scales_loss = False
+    """True when the engine's own backward keeps float16 gradients in range."""
+
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
 
