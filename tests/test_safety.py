@@ -231,16 +231,16 @@ def disagreement(kind: str, rank: int, world: int) -> dict[str, Any]:
     """One rank finds another Ritz value, by a rounding error in the last place."""
     run = engines.Run(kind, rank, world, SETTINGS)
     run.train(3)
-    honest = refreshing.lanczos
+    honest = refreshing.lanczos_process
 
     def lanczos(*args: Any, **kwargs: Any) -> Any:
-        ritz = honest(*args, **kwargs)
+        ritz = yield from honest(*args, **kwargs)
         if rank == 1:
             ritz = dataclasses.replace(ritz, eigenvalues=ritz.eigenvalues * (1 + 1e-15))
         return ritz
 
     before = inside(run)
-    with mock.patch.object(refreshing, "lanczos", lanczos):
+    with mock.patch.object(refreshing, "lanczos_process", lanczos):
         report = run.optimizer.refresh()
     stats = run.optimizer.curvature_stats()
     result = {"report": (report.accepted, report.reason), "changes": changes(before, inside(run))}

@@ -95,14 +95,14 @@ class FiniteDifference:
     def bind(
         self, accumulate: Accumulate, root: Root, reduce: Reduce, dual: Callable[[Tensor], Tensor] = lambda x: x
     ) -> BoundFiniteDifference:
-        """An operator for one refresh; ``dual`` as in :func:`dho2_ds.curvature.lanczos.lanczos`."""
+        """An operator for one refresh; ``dual`` as in :func:`dho2_ds.curvature.lanczos.lanczos_process`."""
         self.hvps = 0
         self.self_check = math.nan
         return BoundFiniteDifference(self, accumulate, root, reduce, dual)
 
 
 class BoundFiniteDifference:
-    """The operator of one refresh; ``matvec`` for :func:`dho2_ds.curvature.lanczos.lanczos`."""
+    """The operator of one refresh; ``matvec`` for :func:`dho2_ds.curvature.lanczos.lanczos_process`."""
 
     def __init__(
         self,

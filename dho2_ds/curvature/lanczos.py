@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -81,11 +81,6 @@ def run(process: Process[T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
-
-
-def lanczos(matvec: Matvec, reduce: Reduce, start: Tensor, steps: int, **options: Any) -> Ritz:
-    """:func:`lanczos_process`, all at once."""
-    return run(lanczos_process(matvec, reduce, start, steps, **options))
 
 
 def lanczos_process(
