@@ -198,8 +198,7 @@ class _RefreshHook:
         if self._optimizer.refreshing or not module.training or not torch.is_grad_enabled():
             return
         self._source.remember(args, kwargs)
-        if self._optimizer.refresh_due:
-            self._optimizer.refresh()
+        self._optimizer.before_forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model (weight averaging, saving whole modules) leaves the optimizer behind."""

@@ -7,7 +7,7 @@ local buffer at a time, so a base whose P is not diagonal only has to offer othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -165,6 +165,11 @@ class BaseOptimizer:
             part = x[chunk.start : chunk.stop]
             part.copy_(chunk.root(part))
         return x
+
+    def frozen_root(self, groups: Sequence[dict[str, Any]], numel: int) -> Callable[[Tensor], Tensor]:
+        """``root_`` as it is now, whatever steps follow, for vectors of ``numel``. Holds one such vector."""
+        diagonal = self.root_(groups, torch.ones(numel, dtype=self.dtype, device=self.device))
+        return lambda x: x.mul_(diagonal)
 
     def _flat_state(self, *keys: str) -> list[list[Tensor]]:
         result: list[list[Tensor]] = []

@@ -102,11 +102,17 @@ class _Settings(BaseModel):
 class CurvatureConfig(_Settings):
     """The ``curvature`` object: how and when the eigenbasis is computed."""
 
-    mode: Literal["inline"] = _setting(
+    mode: Literal["inline", "spread"] = _setting(
         "inline",
-        "Where curvature is computed: `inline`, between two steps of the training ranks.",
-        "'inline' in this version",
-        "remove the key or set 'inline'",
+        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot.",
+        "'inline' or 'spread' in this version",
+        "use 'inline' for the whole refresh at once",
+    )
+    spread_every: _Positive = _setting(
+        1,
+        "Mode `spread`: steps from one Hessian-vector product to the next.",
+        "an integer >= 1",
+        "use 1 for the shortest refresh",
     )
     hvp: Literal["auto", "finite_difference", "exact"] = _setting(
         "auto",
@@ -321,11 +327,27 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             f"weight_decay={config.weight_decay!r}: must be 0 with rule='fosi' and base={config.base!r}; "
             "put the decay into the loss or use base='adamw'"
         )
+    yield from _spread_contradictions(config.curvature)
     steps, needed = config.curvature.lanczos_steps, config.num_eigenvectors + LANCZOS_MARGIN
     if steps is not None and 0 < config.num_eigenvectors and steps < needed:
         yield (
             f"curvature.lanczos_steps={steps}: must be >= {needed} (num_eigenvectors + {LANCZOS_MARGIN}); "
             "raise it, use null for the default, or lower num_eigenvectors"
+        )
+
+
+def _spread_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
+    if curvature.mode != "spread":
+        if "spread_every" in curvature.model_fields_set:
+            yield "curvature.spread_every: must be left out with mode='inline'; remove it or use mode='spread'"
+        return
+    if curvature.hvp == "exact":
+        yield "curvature.mode='spread': must be 'inline' with hvp='exact'; its graph cannot outlive a step"
+    needed = (curvature.lanczos_steps or 0) * curvature.spread_every
+    if needed > curvature.interval:
+        yield (
+            f"curvature.interval={curvature.interval}: must be >= {needed} (lanczos_steps * spread_every) with "
+            "mode='spread'; raise it, or lower lanczos_steps or spread_every"
         )
 
 

@@ -74,6 +74,13 @@ class SoapMatrix:
         self.seen = 0
         self._sides = [pair for pair in ((LEFT, LEFT_BASIS), (RIGHT, RIGHT_BASIS)) if pair[0] in state]
 
+    def frozen(self) -> SoapMatrix:
+        """A copy of what :meth:`apply` needs, which later updates do not reach."""
+        needed = (EXP_AVG_SQ, LEFT_BASIS, RIGHT_BASIS)
+        copy = SoapMatrix({name: value.clone() for name, value in self.state.items() if name in needed})
+        copy.seen = self.seen
+        return copy
+
     @property
     def moved(self) -> bool:
         """Whether there is a second moment; before it P is not defined."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,22 @@ class SoapOptimizer(BaseOptimizer):
                 yield _MatrixChunk(shard, matrix, group, rho)
         yield from super().chunks(groups, moving_only=moving_only)
 
+    def frozen_root(self, groups: Sequence[dict[str, Any]], numel: int) -> Callable[[Tensor], Tensor]:
+        diagonal = torch.ones(numel, dtype=self.dtype, device=self.device)
+        for chunk in super().chunks(groups):
+            part = diagonal[chunk.start : chunk.stop]
+            part.copy_(chunk.root(part))
+        matrices = [c.frozen() for c in self.chunks(groups) if isinstance(c, _MatrixChunk)]
+
+        def root(x: Tensor) -> Tensor:
+            x.mul_(diagonal)
+            for chunk in matrices:
+                part = x[chunk.start : chunk.stop]
+                part.copy_(chunk.root(part))
+            return x
+
+        return root
+
     # -- state --------------------------------------------------------------------------------------------------
 
     @property
@@ -220,6 +236,10 @@ class _MatrixChunk:
     def __init__(self, shard: Shard, matrix: SoapMatrix, options: dict[str, Any], rho: float) -> None:
         self.start, self.stop = shard.offset, shard.offset + shard.numel
         self._shard, self._matrix, self._options, self._rho = shard, matrix, options, rho
+
+    def frozen(self) -> _MatrixChunk:
+        """As it is now, whatever steps follow."""
+        return _MatrixChunk(self._shard, self._matrix.frozen(), dict(self._options), self._rho)
 
     def direction(self) -> Tensor:
         return self._matrix.direction(self._options).view(-1)

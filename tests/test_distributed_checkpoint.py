@@ -108,12 +108,19 @@ def check(saved: dict[str, Any], found: dict[str, Any], exact: bool, what: objec
         assert max(differences) < 1e-5, (what, max(differences))
 
 
-def resume_exactly(world: int, kinds: list[str], folder: Path, rules: list[dict[str, Any]], timeout: float) -> None:
+def resume_exactly(
+    world: int,
+    kinds: list[str],
+    folder: Path,
+    rules: list[dict[str, Any]],
+    timeout: float,
+    phases: tuple[int, ...] = PHASES,
+) -> None:
     jobs = [
         Job(kind, f"{kind} {at} {i}".replace(":", "_"), at, rule, flat=at == 8 and not kind.startswith("fsdp1"))
         for kind in kinds
         for i, rule in enumerate(rules)
-        for at in PHASES
+        for at in phases
     ]
     jobs += [Job(kind, f"{kind} middle".replace(":", "_"), 8, rules[0], middle=True) for kind in kinds]
     saved = run_ranks(world, worker, str(folder), jobs, timeout=timeout)[0]
@@ -129,7 +136,7 @@ def resume_exactly(world: int, kinds: list[str], folder: Path, rules: list[dict[
 
 @pytest.mark.timeout(400)
 def test_resume_on_two_ranks_is_bit_exact(tmp_path: Path) -> None:
-    resume_exactly(2, ["ddp", "fsdp2", "fsdp1:orig"], tmp_path, [engines.SETTINGS], 180)
+    resume_exactly(2, ["ddp", "fsdp2", "fsdp1:orig"], tmp_path, [engines.SETTINGS], 180, phases=(5, 8))
 
 
 @pytest.mark.slow
@@ -143,14 +150,17 @@ def test_resume_is_bit_exact_everywhere(tmp_path: Path, world: int) -> None:
     resume_exactly(world, kinds, tmp_path, rules, 700)
 
 
-def move(tmp_path: Path, source: tuple[int, list[str]], targets: list[tuple[int, list[str]]], timeout: float) -> None:
-    """Save each kind on one world size, go on with each kind of each target."""
+Pairs = list[tuple[str, str]]
+"""(kind that saved, kind that goes on)"""
+
+
+def move(tmp_path: Path, source: tuple[int, list[str]], targets: list[tuple[int, Pairs]], timeout: float) -> None:
+    """Save each kind on one world size, go on as the targets say."""
     world, kinds = source
     names = {kind: kind.replace(":", "_") for kind in kinds}
     jobs = [Job(kind, names[kind], 8, LONG, after=20) for kind in kinds]
     saved = dict(zip(kinds, run_ranks(world, worker, str(tmp_path), jobs, timeout=timeout)[0], strict=True))
-    for size, others in targets:
-        pairs = [(kind, other) for kind in kinds for other in others]
+    for size, pairs in targets:
         jobs = [Job(other, names[kind], 8, LONG, load=True, after=20) for kind, other in pairs]
         found = run_ranks(size, worker, str(tmp_path), jobs, timeout=timeout)[0]
         for (kind, other), after in zip(pairs, found, strict=True):
@@ -160,8 +170,9 @@ def move(tmp_path: Path, source: tuple[int, list[str]], targets: list[tuple[int,
 @pytest.mark.timeout(400)
 def test_other_world_sizes_and_engines(tmp_path: Path) -> None:
     """2 -> 4, 3 and 1; FSDP1, FSDP2 and DDP read each other's checkpoints."""
-    everyone = ["ddp", "fsdp2", "fsdp1:orig"]
-    move(tmp_path, (2, everyone), [(2, everyone), (4, ["hsdp"]), (3, ["fsdp2"]), (1, ["ddp"])], 180)
+    ring = [("ddp", "fsdp2"), ("fsdp2", "fsdp1:orig"), ("fsdp1:orig", "ddp")]
+    others = [(4, [("fsdp2", "hsdp")]), (3, [("fsdp1:orig", "fsdp2")]), (1, [("ddp", "ddp")])]
+    move(tmp_path, (2, ["ddp", "fsdp2", "fsdp1:orig"]), [(2, ring), *others], 180)
 
 
 @pytest.mark.slow
@@ -170,8 +181,12 @@ def test_other_world_sizes_and_engines(tmp_path: Path) -> None:
 def test_every_world_size_to_every_other(tmp_path: Path, world: int) -> None:
     kinds = ["ddp", "fsdp2", "fsdp1:orig", "fsdp1:flat"]
     four = ["hsdp", "tp", "fsdp1:hybrid"]
-    targets = [(2, kinds), (3, kinds), (4, kinds + four), (1, ["ddp"])]
-    move(tmp_path, (world, kinds + four if world == 4 else kinds), targets, 700)
+    saved = kinds + four if world == 4 else kinds
+    targets = [
+        (size, [(kind, other) for kind in saved for other in others])
+        for size, others in ((2, kinds), (3, kinds), (4, kinds + four), (1, ["ddp"]))
+    ]
+    move(tmp_path, (world, saved), targets, 700)
 
 
 # -- every element ----------------------------------------------------------------------------------------------------

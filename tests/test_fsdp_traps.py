@@ -196,7 +196,7 @@ def error_of(job: Job) -> float:
 def scaled(job: Job, rank: int, world: int) -> float:
     """With float16 autocast and a GradScaler around training; the refresh comes inside the forward."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    job.optimizer._schedule.due_since = job.optimizer.steps
+    job.optimizer._refresher._schedule.due_since = job.optimizer.steps
     with torch.autocast("cpu", torch.float16):
         loss = job.module(*batch(3, rank, world))
     found = error_of(job)
@@ -240,7 +240,7 @@ def accumulation(kind: str, rank: int, world: int) -> dict[str, Any]:
         job.step(batch(0, rank, world))
         with no_sync(job.module):
             if refreshing:
-                job.optimizer._schedule.due_since = job.optimizer.steps
+                job.optimizer._refresher._schedule.due_since = job.optimizer.steps
             job.backward(batch(1, rank, world))  # the refresh is in its forward
             if refreshing:
                 result["refreshes"] = job.optimizer.curvature_stats()["refreshes"]

@@ -811,3 +811,29 @@ def test_more_engines_do_not_notice_a_refresh() -> None:
 
 def left_alone_worker(rank: int, world: int, kinds: list[str]) -> dict[str, Any]:
     return {kind: left_alone(kind, rank, world) for kind in kinds}
+
+
+def test_small_gradients_survive_float16_autocast() -> None:
+    """float16 has nothing below 6e-8: without a scale on the curvature loss all gradients of this one vanish."""
+    found = []
+    for autocast in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
+        x = torch.randn(64, 6)
+
+        def loss_fn(model: nn.Module, batch: Tensor, autocast: bool = autocast) -> Tensor:
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                output = model(batch)
+            return 1e-6 * (output.float() - batch[:, :2].sin()).square().mean()
+
+        optimizer = dho2_ds.DHO2(
+            model.parameters(), lr=1e-3, base="sgd", num_eigenvectors=1, curvature={"warmup_steps": 1}
+        )
+        dho2_ds.attach(model, optimizer, loss_fn=loss_fn, data=[x])
+        loss_fn(model, x).backward()
+        optimizer.step()
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            optimizer.refresh()
+        found.append(optimizer.curvature_stats()["eigenvalues"][0])
+    # tau is 5e-2 in float16 and rounding 2^-11: a per cent of the leading eigenvalue
+    assert abs(found[1] - found[0]) < 3e-2 * abs(found[0]), found

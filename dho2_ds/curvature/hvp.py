@@ -44,6 +44,11 @@ GROWTH_FLOOR = 0.03
 """eps is never chosen for a product smaller than this fraction of the largest seen: in the flat bulk of the spectrum
 only the error relative to lambda_1 matters, and an unbounded eps would leave the region where the model is smooth."""
 
+FLOAT16_SCALE = 2.0**12
+"""A curvature loss is multiplied by this before a float16 backward and its gradient divided by it: float16 has no
+gradient below 6e-8, and powers of two round nothing. Training's own scaler starts at 2^16 and settles around 2^12 to
+2^16."""
+
 SELF_CHECK = 0.05
 """Largest relative disagreement of the leading Rayleigh quotient between eps and eps/3."""
 
@@ -66,13 +71,21 @@ class FiniteDifference:
     growth: float = 0.0
     hvps: int = 0
     self_check: float = field(default=math.nan)
+    loss_scale: float = 1.0
+    """What the losses behind ``accumulate`` are multiplied by; products and gradients are divided by it."""
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> FiniteDifference:
         """The operator state for a model that computes in ``dtype``."""
         # In 16 bits products carry an error of per cents: iterating to a smaller residual would fit noise.
         tolerance = CONVERGED if torch.finfo(dtype).bits >= 32 else 1e-2
-        return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype], tolerance=tolerance)
+        scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
+        return cls(tau=TAU[dtype], bounds=TAU_RANGE[dtype], tolerance=tolerance, loss_scale=scale)
+
+    def scale_for(self, engine_scales: bool) -> float:
+        """The loss scale to use on an engine that has one of its own, or not."""
+        self.loss_scale = 1.0 if engine_scales else self.loss_scale
+        return self.loss_scale
 
     def resume(self, saved: tuple[float, float, float] | None) -> None:
         """Go on from a checkpoint's ``(tau, gradient_norm, growth)``, if it computed in a comparable precision."""
@@ -167,10 +180,10 @@ class BoundFiniteDifference:
         out = torch.zeros_like(v)
         self._accumulate(direction, eps, out)
         if gradient_square is not None:
-            gradient_square.append(self._square(self._root(out.clone())))
+            gradient_square.append(self._square(self._root(out / self.state.loss_scale)))
         out.neg_()
         self._accumulate(direction, -eps, out)
-        return self._root(out.mul_(-0.5 / eps))
+        return self._root(out.mul_(-0.5 / (eps * self.state.loss_scale)))
 
     def _square(self, x: Tensor) -> Tensor:
         return torch.dot(x, self._dual(x)).double().reshape(1)

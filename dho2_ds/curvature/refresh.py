@@ -13,6 +13,7 @@ from torch import Tensor
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import Accumulate, Exact, FiniteDifference, Root
 from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Process, Reduce, Ritz, lanczos_process, run
+from dho2_ds.curvature.precision import Autocast
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.shards import running_offsets
 
@@ -146,7 +147,9 @@ def refresh(
     Returns:
         See :func:`refresh_process`.
     """
-    with host.evaluation():
+    autocast = Autocast()
+    losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
+    with autocast.off(), host.evaluation():
         exact = host.exact(losses, root) if route == "exact" else None
 
         def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:

@@ -51,6 +51,9 @@ class Host(ABC):
         """True when :meth:`expose` is a collective, because a state entry is wider than this rank's share."""
         return False
 
+    scales_loss = False
+    """True when the engine's own backward keeps float16 gradients in range."""
+
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
 
@@ -145,6 +148,13 @@ class Host(ABC):
     def publish(self) -> None:
         """Make the updated local weights visible to the model (as far as the engine does not do it itself)."""
 
+    def weights(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A copy of the rank's weights, in full precision where the engine has it: (n_local,) local, padding zero."""
+        copied = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+        for shard in self.shards:
+            copied[shard.offset : shard.offset + shard.numel].copy_(flat_view(shard.param.detach()))
+        return self.layout.zero_padding_(copied)
+
     # -- one curvature refresh ----------------------------------------------------------------------------------
 
     @property
@@ -180,6 +190,20 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
+class RandomState:
+    """The random number generators of the CPU and of a model's devices, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
+        self._cpu = torch.get_rng_state()
+        self._others = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._others:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
 class ModelState:
     """Snapshot of what a forward or backward pass changes besides weights: RNG, module buffers and ``.grad``.
 
@@ -192,9 +216,7 @@ class ModelState:
         self._values = [g.clone() if clone_grads and g is not None else None for g in self._grads]
         self._buffers = list(module.buffers())
         self._saved_buffers = [b.clone() for b in self._buffers]
-        devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
-        self._cpu_rng = torch.get_rng_state()
-        self._device_rng = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+        self._random = RandomState(module)
 
     def rewind(self) -> None:
         """Back to the snapshot, so that every evaluation of a refresh is the same function of the weights.
@@ -202,9 +224,7 @@ class ModelState:
         Also forgets autocast's cached low-precision weights: inside an active autocast region they would hide the
         perturbation.
         """
-        torch.set_rng_state(self._cpu_rng)
-        for device, state in self._device_rng:
-            torch.get_device_module(device).set_rng_state(state, device)
+        self._random.restore()
         with torch.no_grad():
             for buffer, saved in zip(self._buffers, self._saved_buffers, strict=True):
                 if not torch.equal(buffer, saved):

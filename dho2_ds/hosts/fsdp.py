@@ -18,10 +18,6 @@ from dho2_ds.hosts.base import Host, Loss, ModelState, scalar_loss
 from dho2_ds.sharding.reduce import Reducer
 from dho2_ds.shards import flat_like, flat_view
 
-FLOAT16_SCALE = 2.0**12
-"""The loss is multiplied by this before a float16 backward and the gradient divided by it: float16 has no gradient
-below 6e-8, and powers of two round nothing. Training's own scaler starts at 2^16 and settles around 2^12 to 2^16."""
-
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|_flat_param\b\.?")
 
 
@@ -95,17 +91,15 @@ class ShardedModelHost(Host):
         assert self._state is not None
         self._write(direction, eps)
         self._state.rewind()
-        scale = FLOAT16_SCALE if self.compute_dtype == torch.float16 else 1.0
         for loss in losses:
             self._state.clear_grads()
             with torch.enable_grad():
-                value = scalar_loss(loss(self.module))
-                (value.float() * scale if value.dtype == torch.float16 else value * scale).backward()  # type: ignore[no-untyped-call]
+                scalar_loss(loss(self.module)).backward()  # type: ignore[no-untyped-call]
             for index, shard in enumerate(self.shards):
                 grad = self._local_grad(index)
                 if grad is not None:
                     target = out[shard.offset : shard.offset + shard.numel]
-                    target.add_(flat_like(grad, shard.param), alpha=1.0 / (scale * len(losses)))
+                    target.add_(flat_like(grad, shard.param), alpha=1.0 / len(losses))
         self._state.clear_grads()
         self.layout.zero_padding_(out)
 

@@ -49,6 +49,7 @@ class OwnerHost(Host):
             raise ConfigError(f"base='soap': must not be used on {inner.name}; use base='adamw'")
         self.inner, self.name, self.module = inner, inner.name, inner.module
         self.reducer, self.exact_refusal, self.state_outside = inner.reducer, inner.exact_refusal, inner.state_outside
+        self.scales_loss = inner.scales_loss
         world, rank = self.reducer.world_size, self.reducer.rank
         self.blocks = cut(
             {name: inner.shapes[name] for name in inner.sizes}, max_block=max_block, max_rotated=max_rotated
@@ -165,6 +166,9 @@ class OwnerHost(Host):
                 weights.mul_(1.0 - decay)
             weights.add_(update[shard.offset : shard.offset + shard.numel])
         self.inner.publish()
+
+    def weights(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._arrive(self.inner.weights(dtype, device))
 
     # -- one curvature refresh ----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class PartitionedHost(Host):
     shard) in ``__init__``.
     """
 
-    state_outside = True
+    state_outside = scales_loss = True
     _partitions: list[Tensor]
 
     def __init__(self, name: str, engine: Any) -> None:

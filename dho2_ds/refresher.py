@@ -1,0 +1,198 @@
+"""When the eigenbasis is recomputed and how: at once before a training forward, or one product every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dho2_ds.base import BaseOptimizer
+from dho2_ds.checkpoint import Record
+from dho2_ds.config import DHO2Config
+from dho2_ds.curvature.hvp import FiniteDifference
+from dho2_ds.curvature.refresh import Order, Outcome, Refresh, default_lanczos_steps, refresh
+from dho2_ds.curvature.schedule import Schedule
+from dho2_ds.curvature.spread import SpreadRefresh
+from dho2_ds.eigenspace import Eigenspace
+from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, write_events
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands when curvature is to be computed.
+
+    Attributes:
+        host, base: the engine and the base optimizer on its shards. groups: the current param groups.
+        step: training steps taken. source: gives this rank's curvature losses.
+    """
+
+    host: Host
+    base: BaseOptimizer
+    groups: list[dict[str, Any]]
+    step: int
+    source: Callable[[], Sequence[Loss]]
+
+
+class Refresher:
+    """Keeps the schedule, carries refreshes out, and installs what they find.
+
+    Args:
+        config: the optimizer's settings. space: where accepted bases go.
+
+    Attributes:
+        totals: accepted and rejected refreshes, and products, so far. last: the latest report.
+        busy: True while the model is evaluated: forwards seen meanwhile are the refresh's own.
+    """
+
+    def __init__(self, config: DHO2Config, space: Eigenspace) -> None:
+        self._config, self._space = config, space
+        self._schedule = Schedule(config.curvature.warmup_steps, config.curvature.interval)
+        self._finite_difference: FiniteDifference | None = None
+        self._saved: tuple[float, float, float] | None = None
+        self._job: SpreadRefresh | None = None
+        self.totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
+        self.last: Refresh | None = None
+        self.busy = False
+
+    @property
+    def due(self) -> bool:
+        """True when the next training forward will do some of a refresh's work first."""
+        return self._schedule.due_since is not None or self._job is not None
+
+    def advance(self, step: int, *, has_source: bool) -> None:
+        """Note that ``step`` steps are done; see :meth:`Schedule.advance`. A refresh that falls due while one is under
+        way is left out."""
+        self._schedule.advance(step, has_source=has_source)
+        if self._job is not None:
+            self._schedule.done()
+
+    def turn(self, moment: Moment) -> None:
+        """What is to be done before the training forward after ``moment.step`` steps. Collective."""
+        if self._config.curvature.mode == "inline":
+            if self.due:
+                self.refresh(moment)
+            return
+        if self._job is None and self._schedule.due_since is not None:
+            order, hint, root = self._prepare(moment)
+            self._job = SpreadRefresh(
+                moment.host,
+                moment.source(),
+                moment.base.frozen_root(moment.groups, moment.host.layout.numel) if root is not None else (lambda x: x),
+                order,
+                self._difference(moment.host),
+                every=self._config.curvature.spread_every,
+                hint=hint,
+                old=self._space.basis,
+            )
+            self._schedule.done()
+        if self._job is not None and moment.step >= self._job.next_step:
+            job, self._job = self._job, None  # an error ends the job
+            outcome = self._evaluate(lambda: job.turn(moment.step))
+            if outcome is None:
+                self._job = job
+            else:
+                self._finish(moment, outcome)
+
+    def refresh(self, moment: Moment) -> Refresh:
+        """Recompute the eigenbasis now, at the current weights; a job under way is given up. Collective."""
+        self._job = None
+        order, hint, root = self._prepare(moment)
+        outcome = self._evaluate(
+            lambda: refresh(
+                moment.host,
+                moment.source(),
+                root if root is not None else (lambda x: x),
+                order,
+                self._difference(moment.host),
+                route=chosen_route(self._config.curvature)[0],
+                hint=hint,
+                old=self._space.basis,
+            )
+        )
+        self._schedule.done()
+        return self._finish(moment, outcome)
+
+    def _evaluate(self, work: Callable[[], Any]) -> Any:
+        self.busy = True
+        try:
+            with torch.no_grad():
+                return work()
+        finally:
+            self.busy = False
+
+    def _difference(self, host: Host) -> FiniteDifference:
+        if self._finite_difference is None:
+            self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
+            self._finite_difference.resume(self._saved)
+        return self._finite_difference
+
+    @torch.no_grad()
+    def _prepare(self, moment: Moment) -> tuple[Order, Tensor, Callable[[Tensor], Tensor] | None]:
+        """The order, the start vector's hint and P^(1/2) (None: the identity)."""
+        host, base, groups = moment.host, moment.base, moment.groups
+        old, k = self._space.basis, self._config.num_eigenvectors
+        rooted = self._space.update.roots > 0
+        lr = max(float(group["lr"]) for group in groups)
+        hint = torch.zeros(host.layout.numel, dtype=base.dtype, device=base.device)
+        for chunk in base.chunks(groups):
+            direction = chunk.remembered()
+            hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
+        order = Order(
+            k=k,
+            budget=self._config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
+            dtype=base.dtype,
+            device=base.device,
+            born=moment.step,
+            growth_guess=float(old.eigenvalues.abs().max()) if old is not None else 2.0 / (lr or 1),
+        )
+        return order, hint, (lambda x: base.root_(groups, x)) if rooted else None
+
+    def _finish(self, moment: Moment, outcome: Outcome) -> Refresh:
+        found, report = outcome
+        age = self._space.age(moment.step)
+        if found is not None:
+            self._space.install(moment.host, found)
+        self.totals["refreshes" if report.accepted else "rejected"] += 1
+        self.totals["hvps"] += report.hvps
+        self.last = report
+        if is_main():
+            line = refresh_line(moment.step, report, self._space.lr_scale, age)
+            logger.info(line) if report.accepted else logger.warning(line)
+        return report
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def describe(self, record: Record, step: int) -> None:
+        """Fill in the schedule's and the operator's part of a record. A spread job under way is not saved: it starts
+        again after a resume."""
+        due, fd = self._schedule.due_since, self._finite_difference
+        record.due_since = step if self._job is not None else -1 if due is None else due
+        for key, total in self.totals.items():
+            setattr(record, key, total)
+        if fd is not None:
+            record.tau, record.gradient_norm, record.growth = fd.tau, fd.gradient_norm, fd.growth
+        elif self._saved is not None:
+            record.tau, record.gradient_norm, record.growth = self._saved
+
+    def resume(self, record: Record | None) -> None:
+        """Go on from a record, or from nothing."""
+        self._job, self._finite_difference, self._schedule.due_since = None, None, None
+        if record is not None:
+            self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
+            self.totals = {key: int(getattr(record, key)) for key in self.totals}
+            self._saved = (record.tau, record.gradient_norm, record.growth)
+
+    def give_up(self) -> None:
+        """The engine's layout changed under a job: drop it; the next one falls due in its time."""
+        self._job = None
+
+
+def tell(host: Host, stats: dict[str, Any], report: Refresh) -> None:
+    """Send a refresh to the engine's monitors, if it has any."""
+    engine = getattr(host, "engine", None)
+    if engine is not None:
+        write_events(engine, stats, report.seconds)
