@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dho2_ds.discovery import allow_under_deepspeed
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import is_engine, make_host
 from dho2_ds.optimizer import DHO2
@@ -54,6 +55,9 @@ def attach(
     if not owner.uses_host:
         return
     source = LossSource(loss_fn, data, owner.config.curvature.batches)
+
+    if is_engine(model):
+        allow_under_deepspeed(type(owner))  # also where the optimizer was built before DeepSpeed was loaded
 
     def build() -> Host:
         return make_host(model, owner.param_groups, optimizer)

@@ -66,8 +66,10 @@ def init_state(kind: str, param: Tensor, state: dict[str, Any], *, fused: bool |
         if momentum and state.get(MOMENTUM) is None:
             state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return
+    on_device = bool(fused) and param.device.type != "cpu"
+    if STEP in state and on_device:  # a checkpoint's may lie on the CPU, where fused kernels cannot read it
+        state[STEP] = state[STEP].to(param.device, torch.float32)
     if STEP not in state:
-        on_device = bool(fused) and param.device.type != "cpu"
         state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
     for key in (EXP_AVG, EXP_AVG_SQ):
         if key not in state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     _stateful: bool
     _loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None
     _consolidated: dict[str, Any] | None
+    _captured: Tensor | None
 
     @property
     def uses_host(self) -> bool:
@@ -87,7 +88,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         if self._host is None or self._host.gathers or not self._host.state_outside:
             packed["state"] = self._visible_state()
         first = packed["param_groups"][0]
-        first.update(self.record())
+        place = next((local_part(p).device for p in iter_params(self.param_groups)), torch.device("cpu"))
+        # torch wants all tensors of a full state dict on one device
+        first.update({key: value.to(place) for key, value in self.record().items()})
         if self._host is not None and self._host.state_outside:
             # DeepSpeed's universal loader for ZeRO-3 gives every group the first one's hyper-parameters.
             first[GROUPS] = [{key: group[key] for key in self.defaults} for group in self.param_groups]
@@ -96,8 +99,8 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load base state as torch does, and the eigenbasis if there is one and it fits.
 
-        A checkpoint of torch's AdamW (Adam, SGD: whatever ``base`` is) is continued with curvature from here on. State
-        keeps the precision it was saved in.
+        A checkpoint of torch's AdamW (Adam, SGD: whatever ``base`` is) is continued with curvature from here on.
+        Eigenvectors keep the precision they were saved in.
 
         Raises:
             ConfigError: the checkpoint's optimizer is not like the base.
@@ -141,7 +144,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         self._relink = True
         self._space.drop()
         self._refresher.resume(record)
-        self._step = 0
+        self._step, self._loaded, self._captured = 0, None, None
         if record is not None:
             self._step, self._reference_lr = int(record.step), record.reference_lr or self._reference_lr
             self._loaded = (record, rows)
@@ -208,6 +211,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         assert host is not None
         self._link_state()
         if self._loaded is None or not self._loaded[0].kept:
+            self._loaded = None
             return
         rows: dict[int, dict[int, Tensor]] = {}
         try:
@@ -216,7 +220,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
                 i: dict(enumerate(local[:, shard.offset : shard.offset + shard.numel]))
                 for i, shard in enumerate(host.shards)
             }
-        except ValueError as error:
+        except Exception as error:  # settled with the other ranks at the first use
             logger.warning("eigenbasis not loaded; training goes on first-order until the next refresh: %s", error)
         self._restore(rows)
 
@@ -242,7 +246,11 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         record = Record.of(self.config.rule, self.config.base)
         record.step, record.reference_lr = self._step, self._reference_lr
         self._refresher.describe(record, self._step)
-        self._space.describe(record)
+        if self._loaded is None:
+            self._space.describe(record)
+        else:  # loaded, and not yet linked to a host
+            for key in ("kept", "born", "next_eigenvalue", "moving", "eigenvalues", "velocity"):
+                setattr(record, key, getattr(self._loaded[0], key))
         return record
 
     def _visible_state(self) -> dict[Any, dict[str, Any]]:
@@ -261,17 +269,22 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             for key, name, value in base.entries() if not host.state_outside else ():
                 shown[index[id(key)]][name] = value
         else:
-            states = [self._base_state[shard.param] for shard in host.shards]
-            for name in state_names(self.config.base, self._momentum):
-                for key, value in host.expose([state[name] for state in states]):
-                    shown[index[id(key)]][name] = value
-            if self.config.base != "sgd":
-                for key, value in host.expose_scalars([state[STEP] for state in states]):
-                    shown[index[id(key)]][STEP] = value
+            for key, name, value in self._shard_entries(host):
+                shown[index[id(key)]][name] = value
         if not host.state_outside:
             for key, name, value in self._space.entries(host, base):
                 shown[index[id(key)]][name] = value
         return dict(shown)
+
+    def _shard_entries(self, host: Host) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """The base state of torch's optimizers as (key, name, entry); see :meth:`Host.expose`."""
+        states = [self._base_state[shard.param] for shard in host.shards]
+        for name in state_names(self.config.base, self._momentum):
+            for key, value in host.expose([state[name] for state in states]):
+                yield key, name, value
+        if self.config.base != "sgd":
+            for key, value in host.expose_scalars([state[STEP] for state in states]):
+                yield key, STEP, value
 
     def consolidate(self) -> None:
         """Keep a state dict for whoever asks on one rank only, until :meth:`release`. Collective."""
@@ -356,7 +369,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             mine = self.state[key]
             if self._relink:
                 for name, value in mine.items():
-                    if isinstance(value, Tensor) and value.dim():
+                    if isinstance(value, Tensor) and name != STEP:
                         mine[name] = host.absorb(index, value)
             if self._relink or not mine:
                 fused = self._fused_for(host)

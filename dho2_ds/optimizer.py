@@ -217,9 +217,8 @@ class DHO2(CheckpointedOptimizer):
         self._check_k(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
-        if self._host is not None and self._host.layout != host.layout:
-            self._space.drop()
-            self._refresher.give_up()
+        if self._host is not None:
+            self._leave(self._host, host)
         self._host, self._source, self._rebuild = host, source, rebuild
         fused = self._fused_for(host)
         self._base_state = defaultdict(dict)
@@ -228,6 +227,27 @@ class DHO2(CheckpointedOptimizer):
         else:
             self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
         self._relink = True
+
+    def _leave(self, old: Host, new: Host) -> None:
+        """Take along from one host to the next what the next can use. Collective where layouts of gathered state
+        differ, which all ranks see alike."""
+        self._refresher.give_up()  # its snapshot is the old host's
+        if old.sizes == new.sizes and list(old.layouts) == list(new.layouts):
+            return
+        self._space.drop()
+        if old.gathers and self._stateful and not self._relink and not isinstance(self._base, SoapOptimizer):
+            known = {id(p) for p in iter_params(self.param_groups)}
+            for key, name, value in self._shard_entries(old):
+                if id(key) in known:
+                    self.state[key][name] = value  # whole; linking cuts the new slices
+
+    def _current(self, host: Host) -> Host:
+        """``host``, or what replaces it if parameters, their storage or what is trained has changed."""
+        if self._rebuild is None or host.current(self.param_groups):
+            return host
+        self.bind(self._rebuild(), self._source, self._rebuild)
+        assert self._host is not None
+        return self._host
 
     def _own(self, inner: Host) -> Host:
         """The engine's host in the owner layout."""
@@ -302,9 +322,7 @@ class DHO2(CheckpointedOptimizer):
         self._plain.step()
 
     def _hybrid_step(self, host: Host) -> None:
-        if self._rebuild is not None and not host.current(self.param_groups):
-            self.bind(self._rebuild(), self._source, self._rebuild)
-            host = self._host or host
+        host = self._current(host)
         if any(p.grad is not None and p.grad.is_sparse for p in iter_params(self.param_groups)):
             raise RuntimeError("a gradient is sparse: must be dense; build the embedding with sparse=False")
         groups = host.collect(self.param_groups)
@@ -378,6 +396,7 @@ class DHO2(CheckpointedOptimizer):
     def _moment(self) -> Moment:
         if self._host is None or self._base is None or self._source is None:
             raise RuntimeError("no model attached; call dho2_ds.attach(...) first")
+        self._current(self._host)
         self._link_state()
         self._space.verify(self._host)
         return Moment(self._host, self._base, self._groups, self._step, self._source)

@@ -66,6 +66,8 @@ class Refresher:
     def advance(self, step: int, *, has_source: bool) -> None:
         """Note that ``step`` steps are done; see :meth:`Schedule.advance`. A refresh that falls due while one is under
         way is left out."""
+        if self._job is not None and step > self._job.next_step:
+            self._schedule.due_since = self._job.next_step  # no forward came: the schedule's error says what to do
         self._schedule.advance(step, has_source=has_source)
         if self._job is not None:
             self._schedule.done()
@@ -77,10 +79,11 @@ class Refresher:
                 self.refresh(moment)
             return
         if self._job is None and self._schedule.due_since is not None:
+            losses = self._losses(moment)
             order, hint, root = self._prepare(moment)
             self._job = SpreadRefresh(
                 moment.host,
-                moment.source(),
+                losses,
                 moment.base.frozen_root(moment.groups, moment.host.layout.numel) if root is not None else (lambda x: x),
                 order,
                 self._difference(moment.host),
@@ -100,11 +103,12 @@ class Refresher:
     def refresh(self, moment: Moment) -> Refresh:
         """Recompute the eigenbasis now, at the current weights; a job under way is given up. Collective."""
         self._job = None
+        losses = self._losses(moment)
         order, hint, root = self._prepare(moment)
         outcome = self._evaluate(
             lambda: refresh(
                 moment.host,
-                moment.source(),
+                losses,
                 root if root is not None else (lambda x: x),
                 order,
                 self._difference(moment.host),
@@ -115,6 +119,18 @@ class Refresher:
         )
         self._schedule.done()
         return self._finish(moment, outcome)
+
+    def _losses(self, moment: Moment) -> Sequence[Loss]:
+        """This rank's losses; raises on every rank if one of them has none. One all-reduce."""
+        error: Exception | None = None
+        losses: Sequence[Loss] = ()
+        try:
+            losses = moment.source()
+        except Exception as caught:  # raised below, on every rank together
+            error = caught
+        if not moment.host.agreement.agree(error is None):
+            raise error or RuntimeError("no curvature batch on another rank; see that rank's error")
+        return losses
 
     def _evaluate(self, work: Callable[[], Any]) -> Any:
         self.busy = True
@@ -181,6 +197,7 @@ class Refresher:
     def resume(self, record: Record | None) -> None:
         """Go on from a record, or from nothing."""
         self._job, self._finite_difference, self._schedule.due_since = None, None, None
+        self._saved, self.last, self.totals = None, None, dict.fromkeys(self.totals, 0)
         if record is not None:
             self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
             self.totals = {key: int(getattr(record, key)) for key in self.totals}

@@ -140,6 +140,12 @@ def running_offsets(numels: Iterable[int]) -> list[int]:
     return [0, *accumulate(numels)][:-1]
 
 
+def identities(params: Iterable[Tensor], *, storage: bool = True) -> list[tuple[int, bool, int]]:
+    """What must stay as it is for shards of these parameters to stay right: the objects, whether they are trained and,
+    with ``storage``, where their values lie (``module.to`` and ``vector_to_parameters`` change that alone)."""
+    return [(id(p), p.requires_grad, p.data_ptr() if storage else 0) for p in params]
+
+
 def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Precision of our arithmetic: float64 if any tensor has it, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

@@ -173,3 +173,11 @@ def test_a_resumed_run_starts_its_job_again() -> None:
     other.train(45)
     stats = other.optimizer.curvature_stats()
     assert stats["refreshes"] == 1 and other.optimizer._space.basis.born == 9
+
+
+def test_a_job_that_is_no_longer_called_is_an_error() -> None:
+    run = engines.Run("single", 0, 1, SETTINGS)
+    run.train(8)
+    run.model.eval()
+    with pytest.raises(RuntimeError, match="no training forward of the attached model was seen"):
+        run.train(3)

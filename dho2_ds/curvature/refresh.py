@@ -229,7 +229,9 @@ def refresh_process(
     except LanczosError as problem:
         ritz, kept, reason = None, [], str(problem)
     values = ritz.eigenvalues if ritz is not None else torch.zeros(0, dtype=torch.float64)
-    agreed = host.agreement.agree(not reason, values.to(host.reducer.device) if not reason else None)
+    fingerprint = torch.zeros(order.budget + 1, dtype=torch.float64)  # as long on all ranks, whatever they found
+    fingerprint[: len(values)] = values
+    agreed = host.agreement.agree(not reason, fingerprint.to(host.agreement.device))
     if not agreed and not reason:
         reason = "ranks disagree"
     report = Refresh(

@@ -63,12 +63,15 @@ def make_host(model: nn.Module, groups: list[dict[str, Any]], optimizer: object 
 
 def _fsdp_host(model: nn.Module, params: list[list[Tensor]]) -> Host | None:
     """The host of a model sharded by FSDP, else None. FSDP is imported only where the model's author did."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for m in model.modules() if fsdp is not None else ():
+        if isinstance(m, fsdp.FSDPModule):  # type: ignore[union-attr]
+            m.reshard()  # a forward without backward leaves gathered weights in the place of the DTensors
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters()):
         from dho2_ds.hosts.fsdp2 import FSDP2Host
 
         return FSDP2Host(model, params)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         from dho2_ds.hosts.fsdp1 import FSDP1Host
 

@@ -23,7 +23,7 @@ from dho2_ds.hosts.fsdp import ShardedModelHost, clean_name
 from dho2_ds.sharding.layout import Layout, Segment, concatenate
 from dho2_ds.sharding.placements import LazyLayouts, Pieces
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import consecutive, iter_params, running_offsets
+from dho2_ds.shards import consecutive, identities, iter_params, running_offsets
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class FSDP1Host(ShardedModelHost):
 
     def __init__(self, module: nn.Module, params: Sequence[Sequence[Tensor]]) -> None:
         super().__init__("FSDP1", module)
-        self._for = [id(p) for p in chain.from_iterable(params)]
+        self._for = identities(chain.from_iterable(params), storage=False)
         self._fsdp = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDP)]
         for m in _outermost(module):
             _lazy_init(m, m)  # what the first forward does; it may move the shards (CPU offload), so before we look
@@ -164,7 +164,7 @@ class FSDP1Host(ShardedModelHost):
         ]
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
-        if self._for != [id(p) for p in iter_params(groups)]:
+        if self._for != identities(iter_params(groups), storage=False):
             return False
         return all(flat._local_shard.data_ptr() == pointer for flat, pointer in self._storage)
 

@@ -18,7 +18,7 @@ from dho2_ds.hosts.fsdp import ShardedModelHost, clean_name
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.placements import LazyLayouts, Pieces, contiguous_runs, held_indices, sharded_dims
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import consecutive, iter_params
+from dho2_ds.shards import consecutive, identities, iter_params
 
 
 class FSDP2Host(ShardedModelHost):
@@ -41,7 +41,7 @@ class FSDP2Host(ShardedModelHost):
 
     def __init__(self, module: nn.Module, params: Sequence[Sequence[Tensor]]) -> None:
         super().__init__("FSDP2", module)
-        self._for = [id(p) for p in chain.from_iterable(params)]
+        self._for = identities(chain.from_iterable(params), storage=False)
         names = {id(p): clean_name(name) for name, p in module.named_parameters()}
         pairs = [(p, i) for i, group in enumerate(params) for p in group if p.requires_grad]
         self._params: list[DTensor] = []
@@ -53,6 +53,12 @@ class FSDP2Host(ShardedModelHost):
                 )
             self._params.append(p)
         self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(self._params)]
+        largest = max((p.device_mesh.size() for p in self._params), default=dist.get_world_size())
+        if largest != dist.get_world_size():
+            raise ConfigError(
+                f"device mesh of {largest} ranks: must be all {dist.get_world_size()}; decisions are taken by all, "
+                "so pipeline stages and models on other ranks are not supported"
+            )
         known = dict(zip(self._names, (p.numel() for p in self._params), strict=True))
         self.sizes = {name: known[name] for name in names.values() if name in known} | known
         self.shapes = {name: tuple(p.shape) for name, p in zip(self._names, self._params, strict=True)}
@@ -136,7 +142,7 @@ class FSDP2Host(ShardedModelHost):
         )
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
-        if self._for != [id(p) for p in iter_params(groups)]:
+        if self._for != identities(iter_params(groups), storage=False):
             return False
         return self._pointers == [_local(p).data_ptr() for p in self._params]
 

@@ -21,7 +21,7 @@ from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
 from dho2_ds.sharding.layout import flat_slices, replicated
 from dho2_ds.sharding.redistribute import redistribute
 from dho2_ds.sharding.reduce import Reducer, meet
-from dho2_ds.shards import Shard, flat_like, flat_view, iter_params, storage_shape
+from dho2_ds.shards import Shard, flat_like, flat_view, identities, iter_params, storage_shape
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it and warns about the old name."""
@@ -49,7 +49,7 @@ class ReplicatedHost(Host):
     ) -> None:
         self.name, self.module = name, module
         self.reducer = Reducer(group)
-        self._for = [id(p) for own in masters for p in own]
+        self._for = identities(p for own in masters for p in own)
         named = {id(p): key for key, p in module.named_parameters()}
         self._masters: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -138,7 +138,7 @@ class ReplicatedHost(Host):
         return flat_like(value, master)[start:stop].clone()
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
-        return self._for == [id(p) for p in iter_params(groups)]
+        return self._for == identities(iter_params(groups))
 
     @property
     def compute_dtype(self) -> torch.dtype:

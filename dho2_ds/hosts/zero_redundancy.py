@@ -18,7 +18,7 @@ from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.placements import Pieces
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import consecutive, flat_view, iter_params
+from dho2_ds.shards import consecutive, flat_view, identities, iter_params
 
 
 class ZeroRedundancyHost(ReplicatedHost):
@@ -39,7 +39,7 @@ class ZeroRedundancyHost(ReplicatedHost):
         # The base class cuts parameters into equal slices, so nothing of its constructor fits.
         self.name, self.module = "ZeroRedundancyOptimizer", module
         self.reducer = Reducer(group)
-        self._for = [id(p) for p in chain.from_iterable(params)]
+        self._for = identities(chain.from_iterable(params))
         names = {id(p): name for name, p in module.named_parameters()}
         own = [(p, index) for index, group_ in enumerate(params) for p in group_ if p.requires_grad]
         strangers = [p for p, _ in own if id(p) not in names]
@@ -82,7 +82,7 @@ class ZeroRedundancyHost(ReplicatedHost):
         return Host.absorb(self, index, value)
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
-        return self._for == [id(p) for p in iter_params(groups)]
+        return self._for == identities(iter_params(groups))
 
     def collect(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return groups

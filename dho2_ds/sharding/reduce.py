@@ -20,14 +20,17 @@ def meet(group: ProcessGroup | None, what: str) -> None:
         RuntimeError: a rank did not come within ``MEETING``; says which ranks to call ``what`` on.
     """
     store = dist.distributed_c10d._get_default_store()
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    _meetings[what] = _meetings.get(what, 0) + 1
-    prefix = f"dho2/{what}/{'-'.join(map(str, ranks[:1]))}/{_meetings[what]}"
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    meeting = f"dho2/{what}/{'-'.join(map(str, ranks))}"
+    _meetings[meeting] = _meetings.get(meeting, 0) + 1
+    prefix = f"{meeting}/{_meetings[meeting]}"
     store.set(f"{prefix}/{dist.get_rank()}", "here")
     for rank in ranks:
         try:
             store.wait([f"{prefix}/{rank}"], MEETING)
         except (RuntimeError, dist.DistError) as error:
+            store.delete_key(f"{prefix}/{dist.get_rank()}")  # the next attempt is the same meeting
+            _meetings[meeting] -= 1
             raise RuntimeError(
                 f"{what}: rank {rank} did not call it within {MEETING.seconds} s; it gathers state that is sharded "
                 "over the ranks, so call it on every rank (and save the result on one)"
@@ -113,9 +116,10 @@ class Reducer:
         self.elements += values.numel()
         if self.world_size == 1:
             return
-        if values.is_contiguous():
+        elsewhere = self.device.type == "cuda" and values.device.type != "cuda"  # NCCL, under CPU offload
+        if values.is_contiguous() and not elsewhere:
             dist.all_reduce(values, op, group=self.group)
         else:  # Backends want contiguous memory; values are few, a copy is cheap.
-            buffer = values.contiguous()
+            buffer = values.to(self.device if elsewhere else values.device, copy=True).contiguous()
             dist.all_reduce(buffer, op, group=self.group)
             values.copy_(buffer)
