@@ -350,12 +350,15 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         return mine
 
     def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
-        """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only keys."""
+        """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only names."""
         if self._relink and not host.state_outside:
-            if any(self.state.values()):
+            if any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values()):
                 base.load(self.state)
             self.state.clear()
             self.state.update({p: {} for p in iter_params(self.param_groups)})
+            for key, name in base.names():
+                self.state[key][name] = None
+                reserve_rows(self.state[key], self.config.num_eigenvectors)
 
     def _link_shards(self, host: Host, keys: list[Tensor]) -> None:
         if self._relink:

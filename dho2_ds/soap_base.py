@@ -180,6 +180,15 @@ class SoapOptimizer(BaseOptimizer):
                 found.append((keys[block.parameter], f"{name}_{index}", values[f"{block.name}/{name}"].view(shape)))
         return found
 
+    def names(self) -> list[tuple[Tensor, str]]:
+        """(key, name) of all entries."""
+        keys, found = self._host.named_keys(), []
+        for index, block in self._numbered():
+            if block.parameter in keys:
+                found += [(keys[block.parameter], STEP)] if index == 0 else []
+                found += [(keys[block.parameter], f"{name}_{index}") for name in state_shapes(block)]
+        return found
+
     def load(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Take this rank's blocks out of what :meth:`entries` gave; parameters without state start anew.
 

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 
 import dho2_ds
@@ -327,6 +332,19 @@ def test_resume_without_curvature_is_bit_exact() -> None:
     resumed = engines.Run("single", 0, 1, settings, seed=5)
     resumed.model.load_state_dict(saved[1])
     resumed.optimizer.load_state_dict(saved[0])
+    resumed.step_count = 12
+    assert resumed.train(8) == straight.train(8)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_resume_by_torch_distributed_checkpoint(flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    straight = engines.Run("single", 0, 1, SOAP)
+    straight.train(12)
+    saved = copy.deepcopy(get_optimizer_state_dict(straight.model, straight.optimizer, options=options))
+    resumed = engines.Run("single", 0, 1, SOAP, seed=5)
+    resumed.model.load_state_dict(straight.model.state_dict())
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, saved, options=options)
     resumed.step_count = 12
     assert resumed.train(8) == straight.train(8)
 

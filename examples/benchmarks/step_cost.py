@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("step_cost.json"), help="file to write")
     parser.add_argument("--quick", action="store_true", help="one small case: checks the script, measures nothing")
     args = parser.parse_args()
-    args.soap = [(2, 256, 8192), (4, 512, 16384)]
+    args.soap = [(4, 128, 16384), (2, 256, 16384)]
     if args.quick:
         args.numel, args.k, args.repeats, args.soap = [1e5], [4], 3, [(2, 32, 100)]
     return args
