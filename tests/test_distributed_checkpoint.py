@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 import dho2_ds.sharding.reduce
 from dho2_ds.shards import flat_view
@@ -354,3 +360,26 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     reference = run_ranks(2, worker, str(tmp_path), [Job("fsdp2", "again", 8, LONG, after=4)], timeout=90)[0][0]
     jobs = [Job("fsdp2", "whole", 8, LONG, load=True, after=4)]
     check(reference, run_ranks(2, worker, str(tmp_path), jobs, timeout=90)[0][0], exact=True, what="killed")
+
+
+def full_worker(rank: int, world: int, kinds: list[str]) -> list[tuple[bool, int]]:
+    """Whole tensors on rank 0, broadcast on loading: one file for everything."""
+    results = []
+    for kind in kinds:
+        run = fsdp_engines.Run(kind, rank, world, engines.SETTINGS, decay=0.0)
+        run.train(8)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, state = copy.deepcopy(get_state_dict(run.module, run.optimizer, options=whole))
+        losses = run.train(AFTER)
+        other = fsdp_engines.Run(kind, rank, world, engines.SETTINGS, decay=0.0)
+        spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other.module, weights, options=spread)
+        set_optimizer_state_dict(other.module, other.optimizer, state, options=spread)
+        other.step_count = 8
+        results.append((other.train(AFTER) == losses, other.inner.curvature_stats()["refreshes"]))
+    return results
+
+
+@pytest.mark.timeout(150)
+def test_full_state_dict_broadcast_from_rank_0() -> None:
+    assert run_ranks(2, full_worker, ["fsdp2"], timeout=120) == [[(True, 2)], [(True, 2)]]
