@@ -68,19 +68,20 @@ class ShardedModelHost(Host):
         self._refuse_window()
         self._reshard()
         self._state = ModelState(self.module, clone_grads=self._reuses_grads)
-        self._state.clear_grads()
-        self._backup = [shard.param.clone() for shard in self.shards]
         # The first micro-batch of an accumulation window runs with synchronisation off; ours must be reduced.
         switches = [(owner, key, getattr(owner, key)) for owner, key in self._sync_switches()]
-        for owner, key, _ in switches:
-            setattr(owner, key, True)
         try:
+            self._state.clear_grads()
+            self._backup = [shard.param.clone() for shard in self.shards]
+            for owner, key, _ in switches:
+                setattr(owner, key, True)
             yield
         except BaseException:
             self._recover()
             raise
         finally:
-            self._write(None, 0.0)
+            if self._backup:  # empty if memory ran out before anything was changed
+                self._write(None, 0.0)
             for owner, key, value in switches:
                 setattr(owner, key, value)
             self._state.clear_grads()

@@ -121,24 +121,25 @@ class PartitionedHost(Host):
                 "boundary; call it right after engine.step() of a whole batch"
             )
         self._state = ModelState(self.module)
-        self._state.clear_grads()  # the engine's backward would add to the saved tensors in place
-        self._before_weights_change()
-        self._backup = [partition.detach().clone() for partition in self._partitions]
-        # Persistent accumulators keep the last gradient of parameters that the next backward does not reach, and the
-        # engine uses it: put back what training left there.
-        accumulators = self._accumulators()
-        kept = [accumulator.clone() for accumulator in accumulators]
-        for accumulator in accumulators:
-            accumulator.zero_()
-        boundary = self.engine._is_gradient_accumulation_boundary
+        boundary = engine._is_gradient_accumulation_boundary
+        kept: list[tuple[Tensor, Tensor]] = []
         try:
+            self._state.clear_grads()  # the engine's backward would add to the saved tensors in place
+            self._before_weights_change()
+            self._backup = [partition.detach().clone() for partition in self._partitions]
+            # Persistent accumulators keep the last gradient of parameters that the next backward does not reach, and
+            # the engine uses it: put back what training left there.
+            kept = [(accumulator, accumulator.clone()) for accumulator in self._accumulators()]
+            for accumulator, _ in kept:
+                accumulator.zero_()
             yield
         finally:
             self._clear_engine()
-            for accumulator, saved in zip(accumulators, kept, strict=True):
+            for accumulator, saved in kept:
                 accumulator.copy_(saved)
-            self._write(None, 0.0)
-            self.engine._is_gradient_accumulation_boundary = boundary
+            if self._backup:  # empty if memory ran out before anything was changed
+                self._write(None, 0.0)
+            engine._is_gradient_accumulation_boundary = boundary
             self._state.restore()
             self._state, self._backup = None, []
 
