@@ -177,6 +177,7 @@ class Run:
         world: int,
         settings: dict[str, Any],
         decay: float = 0.05,
+        one_group: bool = False,
     ) -> None:
         settings = copy.deepcopy(settings)
         self.kind, self.rank, self.world, self.step_count = kind, rank, world, 0
@@ -187,6 +188,9 @@ class Run:
         self.model.to(self.dtype)
         self.module, engine = wrapped(kind, self.model) if world > 1 else (self.model, "single")
         own = groups(self.module, settings["lr"], decay)
+        if one_group:  # a flat parameter cannot be split into two
+            assert decay == 0.0
+            own = [{**own[0], "params": [p for p in self.module.parameters() if p.requires_grad]}]
         self.optimizer: Any
         if engine == "zero_redundancy":
             make = functools.partial(dho2_ds.DHO2, **{k: v for k, v in settings.items() if k != "lr"})

@@ -49,6 +49,7 @@ class Job(NamedTuple):
     load: bool = False
     flat: bool = False
     after: int = AFTER
+    one_group: bool = False
     middle: bool = False
     """Save after the first of two micro-batches of step ``at``."""
 
@@ -56,7 +57,7 @@ class Job(NamedTuple):
 def worker(rank: int, world: int, folder: str, jobs: list[Job]) -> list[dict[str, Any]]:
     results = []
     for job in jobs:
-        run = fsdp_engines.Run(job.kind, rank, world, job.settings, decay=0.0)
+        run = fsdp_engines.Run(job.kind, rank, world, job.settings, decay=0.0, one_group=job.one_group)
         path, options = Path(folder, job.name), StateDictOptions(flatten_optimizer_state_dict=job.flat)
         if job.load:
             load(run, path, options)
@@ -160,14 +161,16 @@ Pairs = list[tuple[str, str]]
 """(kind that saved, kind that goes on)"""
 
 
-def move(tmp_path: Path, source: tuple[int, list[str]], targets: list[tuple[int, Pairs]], timeout: float) -> None:
+def move(
+    tmp_path: Path, source: tuple[int, list[str]], targets: list[tuple[int, Pairs]], timeout: float, one_group: bool
+) -> None:
     """Save each kind on one world size, go on as the targets say."""
     world, kinds = source
     names = {kind: kind.replace(":", "_") for kind in kinds}
-    jobs = [Job(kind, names[kind], 8, LONG, after=20) for kind in kinds]
+    jobs = [Job(kind, names[kind], 8, LONG, after=20, one_group=one_group) for kind in kinds]
     saved = dict(zip(kinds, run_ranks(world, worker, str(tmp_path), jobs, timeout=timeout)[0], strict=True))
     for size, pairs in targets:
-        jobs = [Job(other, names[kind], 8, LONG, load=True, after=20) for kind, other in pairs]
+        jobs = [Job(other, names[kind], 8, LONG, True, after=20, one_group=one_group) for kind, other in pairs]
         found = run_ranks(size, worker, str(tmp_path), jobs, timeout=timeout)[0]
         for (kind, other), after in zip(pairs, found, strict=True):
             check(saved[kind], after, exact=False, what=(world, kind, size, other))
@@ -178,7 +181,7 @@ def test_other_world_sizes_and_engines(tmp_path: Path) -> None:
     """2 -> 4, 3 and 1; FSDP1, FSDP2 and DDP read each other's checkpoints."""
     ring = [("ddp", "fsdp2"), ("fsdp2", "fsdp1:orig"), ("fsdp1:orig", "ddp")]
     others = [(4, [("fsdp2", "hsdp")]), (3, [("fsdp1:orig", "fsdp2")]), (1, [("ddp", "ddp")])]
-    move(tmp_path, (2, ["ddp", "fsdp2", "fsdp1:orig"]), [(2, ring), *others], 180)
+    move(tmp_path, (2, ["ddp", "fsdp2", "fsdp1:orig"]), [(2, ring), *others], 180, one_group=False)
 
 
 @pytest.mark.slow
@@ -192,7 +195,7 @@ def test_every_world_size_to_every_other(tmp_path: Path, world: int) -> None:
         (size, [(kind, other) for kind in saved for other in others])
         for size, others in ((2, kinds), (3, kinds), (4, kinds + four), (1, ["ddp"]))
     ]
-    move(tmp_path, (world, saved), targets, 700)
+    move(tmp_path, (world, saved), targets, 700, one_group=True)
 
 
 # -- every element ----------------------------------------------------------------------------------------------------
