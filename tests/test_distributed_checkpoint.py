@@ -134,8 +134,8 @@ def resume_exactly(
     loading = [job._replace(load=True, middle=False) for job in jobs]
     found = run_ranks(world, worker, str(folder), loading, timeout=timeout)[0]
     for job, before, after in zip(jobs, saved, found, strict=True):
-        # DDP lays its buckets out anew after its first backward, and a sum of three or more numbers depends on the order:
-        # there AdamW itself resumes to rounding only.
+        # DDP lays its buckets out anew after its first backward, and a sum of three or more numbers depends on the
+        # order: there AdamW itself resumes to rounding only.
         check(before, after, exact=job.kind != "ddp" or world == 2, what=(world, job.name))
     for kind in kinds:  # saving amid accumulation disturbs nothing
         by_name = dict(zip([job.name for job in jobs], saved, strict=True))
