@@ -194,13 +194,8 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     def _together(self, call: Callable[[], object]) -> None:
         """Call, and raise on every rank if one of them raised."""
         assert self._host is not None
-        error: Exception | None = None
-        try:
-            call()
-        except Exception as caught:  # raised below, on every rank together
-            error = caught
-        if not self._host.agreement.agree(error is None):
-            raise error or RuntimeError("a checkpoint's part could not be saved or loaded on another rank; see there")
+        elsewhere = "a checkpoint's part could not be saved or loaded on another rank; see there"
+        self._host.agreement.together(call, elsewhere)
 
     def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
         """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.

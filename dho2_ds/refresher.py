@@ -122,15 +122,8 @@ class Refresher:
 
     def _losses(self, moment: Moment) -> Sequence[Loss]:
         """This rank's losses; raises on every rank if one of them has none. One all-reduce."""
-        error: Exception | None = None
-        losses: Sequence[Loss] = ()
-        try:
-            losses = moment.source()
-        except Exception as caught:  # raised below, on every rank together
-            error = caught
-        if not moment.host.agreement.agree(error is None):
-            raise error or RuntimeError("no curvature batch on another rank; see that rank's error")
-        return losses
+        elsewhere = "no curvature batch on another rank; see that rank's error"
+        return moment.host.agreement.together(moment.source, elsewhere)
 
     def _evaluate(self, work: Callable[[], Any]) -> Any:
         self.busy = True

@@ -129,6 +129,26 @@ def scatter_add(tensors: Sequence[Tensor], span: Span, values: Tensor) -> None:
         offset += length
 
 
+def local_vector(
+    shards: Sequence[Shard], parts: Iterable[Tensor | None], numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(numel,) local vector of per-shard tensors, each in its shard's storage order; zero for None and in padding."""
+    local = torch.zeros(numel, dtype=dtype, device=device)
+    for shard, part in zip(shards, parts, strict=True):
+        if part is not None:
+            local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
+    return local
+
+
+def put_displaced(target: Tensor, base: Tensor, step: Tensor, eps: float) -> None:
+    """``target <- base + eps step`` on flat tensors, summed in the precision of ``step``; without a temporary where
+    the target has it too."""
+    if target.dtype == step.dtype:
+        torch.add(base, step, alpha=eps, out=target)
+    else:
+        target.copy_(torch.add(base.to(step.dtype), step, alpha=eps))
+
+
 def consecutive(params: Sequence[Tensor], groups: Sequence[int]) -> list[Shard]:
     """Shards laid one after the other in the local flat buffer; ``groups[i]`` is the param group of ``params[i]``."""
     offsets = running_offsets([param.numel() for param in params])

@@ -28,7 +28,7 @@ class SpreadRefresh:
         every: steps from one product to the next.
 
     Attributes:
-        next_step: the first step after which :meth:`turn` may be called. born: step of the snapshot.
+        next_step: the first step after which :meth:`turn` may be called.
 
     Memory beside the Lanczos vectors: the snapshot, what ``root`` holds, and in a product two vectors of n/P more.
     """
@@ -45,9 +45,9 @@ class SpreadRefresh:
         hint: Tensor | None,
         old: Eigenbasis | None,
     ) -> None:
-        self._host, self._every, self._autocast = host, every, Autocast()
-        self._losses = self._autocast.losses(losses, finite_difference.scale_for(host.scales_loss))
-        self.born = self.next_step = order.born
+        self._host, self._every = host, every
+        self._losses = Autocast().losses(losses, finite_difference.scale_for(host.scales_loss))
+        self.next_step = order.born
         self._snapshot = host.weights(order.dtype, order.device)
         self._random = RandomState(host.module)
         self._process = refresh_process(host, self._accumulate, root, order, finite_difference, hint=hint, old=old)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard, flat_view
+from dho2_ds.shards import Shard, flat_view, local_vector
 
 Loss = Callable[[nn.Module], Tensor]
 """``loss(model)``: the scalar training loss of one curvature batch, computed by calling ``model``."""
@@ -150,10 +150,8 @@ class Host(ABC):
 
     def weights(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A copy of the rank's weights, in full precision where the engine has it: (n_local,) local, padding zero."""
-        copied = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        for shard in self.shards:
-            copied[shard.offset : shard.offset + shard.numel].copy_(flat_view(shard.param.detach()))
-        return self.layout.zero_padding_(copied)
+        parts = (flat_view(shard.param.detach()) for shard in self.shards)
+        return self.layout.zero_padding_(local_vector(self.shards, parts, self.layout.numel, dtype, device))
 
     # -- one curvature refresh ----------------------------------------------------------------------------------
 

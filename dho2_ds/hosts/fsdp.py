@@ -16,7 +16,7 @@ from dho2_ds.config import ConfigError
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.hosts.base import Host, Loss, ModelState, scalar_loss
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import flat_like, flat_view
+from dho2_ds.shards import flat_like, flat_view, put_displaced
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|_flat_param\b\.?")
 
@@ -116,11 +116,7 @@ class ShardedModelHost(Host):
                 shard.param.copy_(saved)
                 continue
             step = direction[shard.offset : shard.offset + shard.numel]
-            target, base = flat_view(shard.param), flat_view(saved)
-            if target.dtype == step.dtype:
-                torch.add(base, step, alpha=eps, out=target)
-            else:
-                target.copy_(torch.add(base.to(step.dtype), step, alpha=eps))
+            put_displaced(flat_view(shard.param), flat_view(saved), step, eps)
 
     def _refuse_window(self) -> None:
         """Refuse when gradients are not reduced yet, or when a backward has side effects.

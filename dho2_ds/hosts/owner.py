@@ -19,7 +19,7 @@ from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.sharding.blocks import assign, cut, imbalance, owner_layouts
 from dho2_ds.sharding.reduce import Reducer
 from dho2_ds.sharding.route import Route, to_blocks
-from dho2_ds.shards import Shard, flat_like, flat_view, working_device, working_dtype
+from dho2_ds.shards import Shard, flat_like, flat_view, local_vector, working_device, working_dtype
 
 
 class OwnerHost(Host):
@@ -112,10 +112,8 @@ class OwnerHost(Host):
         return [named.get(block.parameter, s.param) for block, s in zip(self.owned, self.shards, strict=True)]
 
     def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)  # on ranks without a part too
-        for shard, part in zip(self.shards, parts, strict=True):
-            local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
-        flat = self._leave(local)
+        # in our dtype on ranks without a part too
+        flat = self._leave(local_vector(self.shards, parts, self.layout.numel, self.dtype, self.device))
         return self.inner.expose([flat[s.offset : s.offset + s.numel] for s in self.inner.shards])
 
     def absorb(self, index: int, value: Tensor) -> Tensor:
@@ -136,11 +134,9 @@ class OwnerHost(Host):
         if found is None:
             return None
         self._groups = found
-        flat = torch.zeros(self.inner.layout.numel, dtype=self.dtype, device=self.device)
-        for shard in self.inner.shards:
-            if shard.param.grad is not None:
-                flat[shard.offset : shard.offset + shard.numel].copy_(flat_like(shard.param.grad, shard.param))
-        arrived = self._arrive(flat)
+        shards = self.inner.shards
+        grads = (None if s.param.grad is None else flat_like(s.param.grad, s.param) for s in shards)
+        arrived = self._arrive(local_vector(shards, grads, self.inner.layout.numel, self.dtype, self.device))
         absent = self.inner.without_gradient()
         for block, shard in zip(self.owned, self.shards, strict=True):
             part = arrived[shard.offset : shard.offset + shard.numel].view(shard.param.shape)

@@ -21,7 +21,16 @@ from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype
 from dho2_ds.sharding.layout import flat_slices, replicated
 from dho2_ds.sharding.redistribute import redistribute
 from dho2_ds.sharding.reduce import Reducer, meet
-from dho2_ds.shards import Shard, flat_like, flat_view, identities, iter_params, storage_shape
+from dho2_ds.shards import (
+    Shard,
+    flat_like,
+    flat_view,
+    identities,
+    iter_params,
+    local_vector,
+    put_displaced,
+    storage_shape,
+)
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it and warns about the old name."""
@@ -93,9 +102,8 @@ class ReplicatedHost(Host):
         """Whole entries on every rank: one all-to-all of n elements; transient and result n on each."""
         if self.reducer.world_size == 1:
             return super().expose(parts)
-        local = torch.zeros(self.layout.numel, dtype=self._common_dtype(parts), device=self._masters[0].device)
-        for shard, part in zip(self.shards, parts, strict=True):
-            local[shard.offset : shard.offset + shard.numel].copy_(part.reshape(-1))
+        dtype, device = self._common_dtype(parts), self._masters[0].device
+        local = local_vector(self.shards, parts, self.layout.numel, dtype, device)
         whole = replicated(self.sizes, self.reducer.world_size)
         flat = redistribute(local, self.layouts, whole, self.reducer.group)
         pieces = torch.split(flat, [p.numel() for p in self._masters])
@@ -200,10 +208,7 @@ class ReplicatedHost(Host):
                 continue
             source = flat_view(shard.param.detach()) if self._separate_masters else self._backup[i]
             step = direction[shard.offset : shard.offset + shard.numel]
-            if target.dtype == step.dtype:
-                torch.add(source, step, alpha=eps, out=target)
-            else:
-                target.copy_(torch.add(source.to(step.dtype), step, alpha=eps))
+            put_displaced(target, source, step, eps)
         if self.reducer.world_size > 1:
             self._gather(self._weights)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 MEETING = timedelta(seconds=60)
 """How long a rank waits for the others before a collective that only some ranks may have been asked for."""
@@ -110,6 +114,23 @@ class Reducer:
         self._all_reduce_(lowest, dist.ReduceOp.MIN)
         low, high = lowest[1 : 1 + bits.numel()], ~lowest[1 + bits.numel() :]
         return bool(lowest[0] == 1) and torch.equal(low, high)
+
+    def together(self, call: Callable[[], T], elsewhere: str) -> T:
+        """Call on every rank, and raise on all if it raised on one: its error there, ``elsewhere`` on the others.
+
+        Cost: one :meth:`agree` without a fingerprint.
+
+        Raises:
+            Exception: what ``call`` raised on this rank. RuntimeError: it raised on another.
+        """
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as caught:  # raised below, on every rank together
+            error = caught
+        if not self.agree(error is None):
+            raise error or RuntimeError(elsewhere)
+        return cast(T, result)
 
     def _all_reduce_(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         self.calls += 1
