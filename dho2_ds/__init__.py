@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dho2_ds.attaching import attach
     from dho2_ds.config import ConfigError, CurvatureConfig, DHO2Config
     from dho2_ds.optimizer import DHO2
+    from dho2_ds.pipeline.worlds import init_distributed
     from dho2_ds.spectra import spectrum
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "DHO2Config",
     "__version__",
     "attach",
+    "init_distributed",
     "spectrum",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "CurvatureConfig": "dho2_ds.config",
     "DHO2Config": "dho2_ds.config",
     "attach": "dho2_ds.attaching",
+    "init_distributed": "dho2_ds.pipeline.worlds",
     "spectrum": "dho2_ds.spectra",
 }
 

@@ -13,6 +13,8 @@ from dho2_ds.discovery import allow_under_deepspeed
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import is_engine, make_host
 from dho2_ds.optimizer import DHO2
+from dho2_ds.pipeline.worker import serve
+from dho2_ds.pipeline.worlds import role
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> scalar``: the mean training loss of one batch, computed by calling ``model``."""
@@ -62,7 +64,9 @@ def attach(
     def build() -> Host:
         return make_host(model, owner.param_groups, optimizer)
 
-    owner.bind(build(), source.losses, rebuild=build)
+    owner.bind(build(), source, rebuild=build)
+    if role() == "curvature":
+        serve(owner.worker(source.losses_of, own_data=source.data is not None))
     if optimizer is not None and getattr(optimizer, "optim", None) is owner:
         _follow(optimizer, owner)
     if owner.config.num_eigenvectors:
@@ -138,6 +142,17 @@ class LossSource:
         if self.loss_fn is None:
             return [_loss_of_output(args, kwargs) for args, kwargs in self._recent]
         return [_loss_of_batch(self.loss_fn, _as_batch(args, kwargs)) for args, kwargs in self._recent]
+
+    def arguments(self) -> list[Any] | None:
+        """What curvature ranks without data need of this rank: the latest forwards' arguments; None with ``data``."""
+        return None if self.data is not None else [[list(args), kwargs] for args, kwargs in self._recent]
+
+    def losses_of(self, arguments: list[Any] | None) -> Sequence[Loss]:
+        """The losses of another rank's :meth:`arguments`."""
+        if arguments is not None:
+            self._recent.clear()
+            self._recent.extend((tuple(args), kwargs) for args, kwargs in arguments)
+        return self.losses()
 
     def _next(self) -> Any:
         assert self.data is not None

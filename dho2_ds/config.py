@@ -102,11 +102,38 @@ class _Settings(BaseModel):
 class CurvatureConfig(_Settings):
     """The ``curvature`` object: how and when the eigenbasis is computed."""
 
-    mode: Literal["inline", "spread"] = _setting(
+    mode: Literal["inline", "spread", "dedicated"] = _setting(
         "inline",
-        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot.",
-        "'inline' or 'spread' in this version",
+        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot; "
+        "`dedicated`, at a snapshot on curvature ranks while training goes on.",
+        "'inline', 'spread' or 'dedicated'",
         "use 'inline' for the whole refresh at once",
+    )
+    ranks: _Count = _setting(
+        1,
+        "Mode `dedicated`: how many of the launcher's processes are curvature ranks; 0: they are started separately.",
+        "an integer >= 0",
+        "use 1 for the last process",
+    )
+    timeout: Annotated[_Finite, Field(gt=0)] = _setting(
+        600.0,
+        "Mode `dedicated`: seconds after which a refresh without a result counts as lost.",
+        "a finite number > 0",
+        "use several times the seconds that a refresh takes",
+    )
+    address: str | None = _setting(
+        None,
+        "Mode `dedicated`: `host` or `host:port` at which the first training rank lets curvature ranks in; "
+        "null: the interface towards MASTER_ADDR, else loopback, and a free port.",
+        "null or a text such as '10.0.0.1:29700'",
+        "use null unless curvature ranks are in another network",
+    )
+    swaps: tuple[tuple[_Count, _Count], ...] | None = _setting(
+        None,
+        "Mode `dedicated`: replay a recorded schedule: pairs of a snapshot's step and the step at which its basis is "
+        "swapped in, for which training waits then.",
+        "null or pairs of steps in rising order",
+        "use null except to repeat a run",
     )
     spread_every: _Positive = _setting(
         1,
@@ -328,6 +355,7 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             "put the decay into the loss or use base='adamw'"
         )
     yield from _spread_contradictions(config.curvature)
+    yield from _dedicated_contradictions(config.curvature)
     steps, needed = config.curvature.lanczos_steps, config.num_eigenvectors + LANCZOS_MARGIN
     if steps is not None and 0 < config.num_eigenvectors and steps < needed:
         yield (
@@ -336,10 +364,34 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
         )
 
 
+_DEDICATED_ONLY = ("ranks", "timeout", "address", "swaps")
+
+
+def _dedicated_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
+    if curvature.mode != "dedicated":
+        for name in _DEDICATED_ONLY:
+            if name in curvature.model_fields_set and getattr(curvature, name) is not None:
+                yield (
+                    f"curvature.{name}: must be left out with mode={curvature.mode!r}; remove it or use "
+                    "mode='dedicated'"
+                )
+        return
+    if curvature.hvp == "exact":
+        yield (
+            "curvature.mode='dedicated': must not be used with hvp='exact'; curvature ranks work at weights that "
+            "are not their engine's; use hvp='auto'"
+        )
+    steps = [step for pair in curvature.swaps or () for step in pair]
+    if steps != sorted(steps):
+        yield f"curvature.swaps={_quote(curvature.swaps)}: must be in rising order, one job at a time; sort it"
+
+
 def _spread_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
     if curvature.mode != "spread":
         if "spread_every" in curvature.model_fields_set:
-            yield "curvature.spread_every: must be left out with mode='inline'; remove it or use mode='spread'"
+            yield (
+                f"curvature.spread_every: must be left out with mode={curvature.mode!r}; remove it or use mode='spread'"
+            )
         return
     if curvature.hvp == "exact":
         yield "curvature.mode='spread': must be 'inline' with hvp='exact'; its graph cannot outlive a step"

@@ -55,6 +55,15 @@ class Eigenspace:
         """Steps since the basis was computed, None without one."""
         return step - self.basis.born if self.basis is not None else None
 
+    def trust(self, step: int) -> float:
+        """How far a basis of this age is believed: by it the Newton step and the growth of lr are multiplied.
+
+        1 up to twice the refresh interval (a basis is used for one interval, and computing the next may take another),
+        then 2 interval / age: it falls when refreshes fail or the curvature ranks cannot keep up.
+        """
+        age = self.age(step)
+        return min(1.0, 2 * self._config.curvature.interval / age) if age else 1.0
+
     def active(self, step: int) -> Eigenbasis | None:
         """The basis to use at ``step``, or None before the first and after ``max_age``."""
         limit, age = self._config.curvature.max_age, self.age(step)

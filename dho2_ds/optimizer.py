@@ -19,11 +19,13 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
-from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.hosts.base import Host
 from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.monitor import chosen_route, is_main, logger, soap_line, summary_line
-from dho2_ds.refresher import Moment, Refresher, tell
+from dho2_ds.pipeline.worker import Batches, Worker
+from dho2_ds.pipeline.worlds import role
+from dho2_ds.refresher import Moment, Refresher, Source, tell
 from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params
 from dho2_ds.soap_base import SoapOptimizer
@@ -74,7 +76,7 @@ class DHO2(CheckpointedOptimizer):
 
         self._host: Host | None = None
         self._hook: RemovableHandle | None = None
-        self._source: Callable[[], Sequence[Loss]] | None = None
+        self._source: Source | None = None
         self._rebuild: Callable[[], Host] | None = None
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
@@ -129,7 +131,9 @@ class DHO2(CheckpointedOptimizer):
             (share of the squared norm of the base optimizer's last direction inside the span), ``bytes_basis``,
             ``bytes_transient`` (this rank's; the latter for the last refresh), ``bytes_base`` (base optimizer's state
             on this rank), ``route``, ``self_check``, ``tau``, ``last_refresh`` (why it was accepted or not). Reading
-            it synchronises with the device.
+            it synchronises with the device. In mode ``dedicated`` also ``connected`` and ``in_flight`` (of a job),
+            ``lost`` (jobs without a result because the curvature ranks were gone) and ``swaps`` (pairs: step of the
+            snapshot, step at which its basis came into use).
         """
         basis, last = self._space.basis, self._refresher.last
         tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0]
@@ -149,6 +153,7 @@ class DHO2(CheckpointedOptimizer):
             "self_check": last.self_check if last is not None else None,
             "tau": last.tau if last is not None else None,
             "last_refresh": None if last is None else ("accepted" if last.accepted else last.reason),
+            **(self._refresher.dedicated.stats() if self._refresher.dedicated is not None else {}),
         }
 
     def set_eigenbasis(self, eigenvectors: Tensor, eigenvalues: Sequence[float], next_eigenvalue: float = 0.0) -> None:
@@ -202,7 +207,7 @@ class DHO2(CheckpointedOptimizer):
     def bind(
         self,
         host: Host,
-        source: Callable[[], Sequence[Loss]] | None,
+        source: Source | None,
         rebuild: Callable[[], Host] | None = None,
     ) -> None:
         """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
@@ -227,6 +232,8 @@ class DHO2(CheckpointedOptimizer):
         else:
             self._base = BaseOptimizer(self.config.base, host.shards, fused=fused, state=self._base_state)
         self._relink = True
+        if self.config.num_eigenvectors and self._refresher.dedicated is not None and role() == "training":
+            self._refresher.dedicated.open(host, self._base)
 
     def _leave(self, old: Host, new: Host) -> None:
         """Take along from one host to the next what the next can use. Collective where layouts of gathered state
@@ -332,23 +339,30 @@ class DHO2(CheckpointedOptimizer):
             return
         base = self._base
         assert base is not None
+        if role() == "curvature":
+            raise RuntimeError("a curvature rank does not train: call dho2_ds.attach(...) before the first step")
         self._groups = groups
         if not self._announced:
             self._announced = True
             self._announce(host)
         self._space.verify(host)
         basis = self._space.active(self._step)
-        self._lr_scale = 1.0 if basis is None else self._space.lr_scale
+        trust = self._space.trust(self._step)
+        self._lr_scale = 1.0 if basis is None else 1.0 + trust * (self._space.lr_scale - 1.0)
+        self._refresher.before_step(host)
         if basis is None:
             base.step(groups, 1.0)
         else:
             newton = self.config.newton_lr > 0 or self.config.rule == "fosi"
-            rates = Rates(self._largest_lr(groups), self._lr_scale, self._alpha(groups), newton)
+            rates = Rates(self._largest_lr(groups), self._lr_scale, trust * self._alpha(groups), newton)
             captured = self._space.update.step(host, base, groups, basis, rates)
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
         if self.config.num_eigenvectors:
+            arrived = self._refresher.after_step(host, base, self._step)
+            if arrived is not None:
+                tell(host, self.curvature_stats(), arrived)
             self._refresher.advance(self._step, has_source=self._source is not None)
 
     def _announce(self, host: Host) -> None:
@@ -392,6 +406,16 @@ class DHO2(CheckpointedOptimizer):
             self._refresher.turn(moment)
             if self._refresher.last is not before and self._refresher.last is not None:
                 tell(moment.host, self.curvature_stats(), self._refresher.last)
+
+    def worker(self, batches: Batches, *, own_data: bool) -> Worker:
+        """What serves the training ranks, on a curvature rank that is bound to its model."""
+        if self.config.curvature.mode != "dedicated" or not self.config.num_eigenvectors:
+            raise ConfigError(
+                f"curvature.mode={self.config.curvature.mode!r}, num_eigenvectors={self.config.num_eigenvectors}: must "
+                "be 'dedicated' and > 0 on a curvature rank; use the training job's configuration"
+            )
+        assert self._host is not None and self._base is not None
+        return Worker(self.config, self._host, self._base, batches, own_data=own_data)
 
     def _moment(self) -> Moment:
         if self._host is None or self._base is None or self._source is None:

@@ -1,10 +1,11 @@
-"""When the eigenbasis is recomputed and how: at once before a training forward, or one product every few steps."""
+"""When the eigenbasis is recomputed and how: at once before a training forward, one product every few steps, or on
+curvature ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,17 @@ from dho2_ds.curvature.spread import SpreadRefresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, write_events
+from dho2_ds.pipeline.dedicated import Dedicated
+
+
+class Source(Protocol):
+    """Where curvature losses come from; :func:`dho2_ds.attach` makes it."""
+
+    def losses(self) -> Sequence[Loss]:
+        """This rank's losses of one refresh."""
+
+    def arguments(self) -> list[Any] | None:
+        """What curvature ranks need to evaluate this rank's losses; None: nothing, they have data of their own."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class Moment:
     base: BaseOptimizer
     groups: list[dict[str, Any]]
     step: int
-    source: Callable[[], Sequence[Loss]]
+    source: Source
 
 
 class Refresher:
@@ -46,11 +58,16 @@ class Refresher:
     Attributes:
         totals: accepted and rejected refreshes, and products, so far. last: the latest report.
         busy: True while the model is evaluated: forwards seen meanwhile are the refresh's own.
+        dedicated: the jobs on curvature ranks, in that mode.
     """
 
     def __init__(self, config: DHO2Config, space: Eigenspace) -> None:
         self._config, self._space = config, space
-        self._schedule = Schedule(config.curvature.warmup_steps, config.curvature.interval)
+        settings = config.curvature
+        replay = None if settings.swaps is None else (born for born, _ in settings.swaps)
+        self._schedule = Schedule(settings.warmup_steps, settings.interval, replay)
+        self.dedicated = Dedicated(config) if settings.mode == "dedicated" else None
+        self._wanted = False  # a job for curvature ranks, as soon as there are any that are free
         self._finite_difference: FiniteDifference | None = None
         self._saved: tuple[float, float, float] | None = None
         self._job: SpreadRefresh | None = None
@@ -61,7 +78,7 @@ class Refresher:
     @property
     def due(self) -> bool:
         """True when the next training forward will do some of a refresh's work first."""
-        return self._schedule.due_since is not None or self._job is not None
+        return self._schedule.due_since is not None or self._job is not None or self._wanted
 
     def advance(self, step: int, *, has_source: bool) -> None:
         """Note that ``step`` steps are done; see :meth:`Schedule.advance`. A refresh that falls due while one is under
@@ -77,6 +94,9 @@ class Refresher:
         if self._config.curvature.mode == "inline":
             if self.due:
                 self.refresh(moment)
+            return
+        if self.dedicated is not None:
+            self._order(moment, self.dedicated)
             return
         if self._job is None and self._schedule.due_since is not None:
             losses = self._losses(moment)
@@ -98,7 +118,30 @@ class Refresher:
             if outcome is None:
                 self._job = job
             else:
-                self._finish(moment, outcome)
+                self._finish(moment.host, moment.step, outcome)
+
+    def _order(self, moment: Moment, dedicated: Dedicated) -> None:
+        """Start the job that is due, if curvature ranks are there and free."""
+        self._wanted = self._wanted or self._schedule.due_since is not None
+        self._schedule.done()
+        if not self._wanted or not dedicated.may_try(moment.step):
+            return
+        started = dedicated.start(
+            moment.host, moment.base, moment.groups, lambda: self._prepare(moment), moment.source.arguments
+        )
+        self._wanted = not started
+        if not started:
+            dedicated.missed(moment.step)
+
+    def before_step(self, host: Host) -> None:
+        """Before the base step of every training step."""
+        if self.dedicated is not None:
+            self.dedicated.before_step(host)
+
+    def after_step(self, host: Host, base: BaseOptimizer, step: int) -> Refresh | None:
+        """After the ``step``-th training step: install what has come from the curvature ranks. Collective."""
+        outcome = self.dedicated.after_step(host, base, step) if self.dedicated is not None else None
+        return None if outcome is None else self._finish(host, step, outcome)
 
     def refresh(self, moment: Moment) -> Refresh:
         """Recompute the eigenbasis now, at the current weights; a job under way is given up. Collective."""
@@ -118,12 +161,12 @@ class Refresher:
             )
         )
         self._schedule.done()
-        return self._finish(moment, outcome)
+        return self._finish(moment.host, moment.step, outcome)
 
     def _losses(self, moment: Moment) -> Sequence[Loss]:
         """This rank's losses; raises on every rank if one of them has none. One all-reduce."""
         elsewhere = "no curvature batch on another rank; see that rank's error"
-        return moment.host.agreement.together(moment.source, elsewhere)
+        return moment.host.agreement.together(moment.source.losses, elsewhere)
 
     def _evaluate(self, work: Callable[[], Any]) -> Any:
         self.busy = True
@@ -160,41 +203,47 @@ class Refresher:
         )
         return order, hint, (lambda x: base.root_(groups, x)) if rooted else None
 
-    def _finish(self, moment: Moment, outcome: Outcome) -> Refresh:
+    def _finish(self, host: Host, step: int, outcome: Outcome) -> Refresh:
         found, report = outcome
-        age = self._space.age(moment.step)
+        age = self._space.age(step)
         if found is not None:
-            self._space.install(moment.host, found)
+            self._space.install(host, found)
         self.totals["refreshes" if report.accepted else "rejected"] += 1
         self.totals["hvps"] += report.hvps
         self.last = report
         if is_main():
-            line = refresh_line(moment.step, report, self._space.lr_scale, age)
+            line = refresh_line(step, report, self._space.lr_scale, age)
             logger.info(line) if report.accepted else logger.warning(line)
         return report
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def describe(self, record: Record, step: int) -> None:
-        """Fill in the schedule's and the operator's part of a record. A spread job under way is not saved: it starts
-        again after a resume."""
+        """Fill in the schedule's and the operator's part of a record. A job under way is not saved: it starts again
+        after a resume."""
         due, fd = self._schedule.due_since, self._finite_difference
-        record.due_since = step if self._job is not None else -1 if due is None else due
+        flying = self._job is not None or self._wanted or (self.dedicated is not None and self.dedicated.flying)
+        record.due_since = step if flying else -1 if due is None else due
         for key, total in self.totals.items():
             setattr(record, key, total)
         if fd is not None:
             record.tau, record.gradient_norm, record.growth = fd.tau, fd.gradient_norm, fd.growth
+        elif self.dedicated is not None and self.dedicated.saved is not None:
+            record.tau, record.gradient_norm, record.growth = self.dedicated.saved
         elif self._saved is not None:
             record.tau, record.gradient_norm, record.growth = self._saved
 
     def resume(self, record: Record | None) -> None:
         """Go on from a record, or from nothing."""
         self._job, self._finite_difference, self._schedule.due_since = None, None, None
+        self._wanted = False
         self._saved, self.last, self.totals = None, None, dict.fromkeys(self.totals, 0)
         if record is not None:
             self._schedule.due_since = int(record.due_since) if record.due_since >= 0 else None
             self.totals = {key: int(getattr(record, key)) for key in self.totals}
             self._saved = (record.tau, record.gradient_norm, record.growth)
+        if self.dedicated is not None:
+            self.dedicated.abandon("a checkpoint was loaded", self._saved)
 
     def give_up(self) -> None:
         """The engine's layout changed under a job: drop it; the next one falls due in its time."""

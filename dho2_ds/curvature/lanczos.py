@@ -72,12 +72,14 @@ Process = Generator[Callable[[], Tensor], Tensor, T]
 without arguments, is sent the result, and returns a T. So the caller decides when a product is made."""
 
 
-def run(process: Process[T]) -> T:
-    """Make every product as soon as it is asked for."""
+def run(process: Process[T], between: Callable[[], None] = lambda: None) -> T:
+    """Make every product as soon as it is asked for, and call ``between`` after each."""
     try:
         work = next(process)
         while True:
-            work = process.send(work())
+            product = work()
+            between()
+            work = process.send(product)
     except StopIteration as end:
         result: T = end.value
         return result

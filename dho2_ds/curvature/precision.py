@@ -18,16 +18,20 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Autocast:
-    """The autocast regions that were active when this was made."""
+    """The autocast regions that were active when this was made.
+
+    Attributes:
+        active: (device type, dtype) of each.
+    """
 
     def __init__(self) -> None:
-        self._active = [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
+        self.active = [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """The same regions again."""
         with contextlib.ExitStack() as stack:
-            for device, dtype in self._active:
+            for device, dtype in self.active:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             yield
 
@@ -35,7 +39,7 @@ class Autocast:
     def off(self) -> Iterator[None]:
         """No autocast."""
         with contextlib.ExitStack() as stack:
-            for device, _ in self._active:
+            for device, _ in self.active:
                 stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
@@ -50,4 +54,4 @@ class Autocast:
 
             return evaluate
 
-        return [under(loss) for loss in losses] if self._active or scale != 1.0 else list(losses)
+        return [under(loss) for loss in losses] if self.active or scale != 1.0 else list(losses)

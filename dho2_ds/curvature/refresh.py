@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -133,6 +133,8 @@ def refresh(
     route: str = "finite_difference",
     hint: Tensor | None = None,
     old: Eigenbasis | None = None,
+    weights: Tensor | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, all at once.
 
@@ -143,6 +145,8 @@ def refresh(
         finite_difference: step-size state kept between refreshes.
         route: ``finite_difference`` or ``exact``.
         hint, old: see :func:`start_vector`.
+        weights: (n_local,) local weights to work at instead of the engine's; finite differences only.
+        between: called after every product.
 
     Returns:
         See :func:`refresh_process`.
@@ -151,11 +155,15 @@ def refresh(
     losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
     with autocast.off(), host.evaluation():
         exact = host.exact(losses, root) if route == "exact" else None
+        shift = None if weights is None else weights - host.weights(weights.dtype, weights.device)
 
         def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:
+            if shift is not None:
+                direction, eps = (shift if direction is None else torch.add(shift, direction, alpha=eps)), 1.0
             host.accumulate(losses, direction, eps, out)
 
-        return run(refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old))
+        process = refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old)
+        return run(process, between)
 
 
 def refresh_process(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Schedule:
     """After step ``max(1, warmup_steps)`` and every ``interval`` steps from there on.
 
     Args:
         warmup_steps, interval: see :class:`dho2_ds.CurvatureConfig`.
+        replay: after exactly these steps instead.
 
     Attributes:
         due_since: step at which the waiting refresh fell due, None when none is waiting.
     """
 
-    def __init__(self, warmup_steps: int, interval: int) -> None:
+    def __init__(self, warmup_steps: int, interval: int, replay: Iterable[int] | None = None) -> None:
         self.first, self.interval = max(1, warmup_steps), interval
+        self._replay = None if replay is None else frozenset(replay)
         self.due_since: int | None = None
 
     def advance(self, step: int, *, has_source: bool) -> None:
@@ -30,7 +34,7 @@ class Schedule:
                 "attached model was seen (it must be in train() mode with gradients enabled, and be called itself, "
                 "not its inner module); attach the module that the training loop calls"
             )
-        if step < self.first or (step - self.first) % self.interval:
+        if not self._falls_due(step):
             return
         if not has_source:
             raise RuntimeError(
@@ -39,6 +43,11 @@ class Schedule:
                 "dho2_ds.attach(model, optimizer, loss_fn=..., data=...)"
             )
         self.due_since = step
+
+    def _falls_due(self, step: int) -> bool:
+        if self._replay is not None:
+            return step in self._replay
+        return step >= self.first and (step - self.first) % self.interval == 0
 
     def done(self) -> None:
         """The waiting refresh has begun."""

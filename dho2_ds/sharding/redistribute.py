@@ -149,7 +149,7 @@ def _merge(transfers: list[Transfer]) -> list[Transfer]:
 
 
 # The same few pairs of layouts recur at every refresh; planning walks every segment of every rank.
-_plan_once = lru_cache(maxsize=16)(plan)
+plan_cached = lru_cache(maxsize=16)(plan)
 
 
 def _check_buffer(local: Tensor, layout: Layout, rank: int) -> None:
@@ -203,7 +203,7 @@ def redistribute(
     after = target[me] if me < len(target) else _EMPTY
     _check_buffer(local, before, me)
 
-    transfers = _plan_once(tuple(source), tuple(target))
+    transfers = plan_cached(tuple(source), tuple(target))
     out = local.new_zeros((*local.shape[:-1], after.numel))
     outgoing: list[list[Transfer]] = [[] for _ in range(world)]
     incoming: list[list[Transfer]] = [[] for _ in range(world)]

@@ -57,6 +57,8 @@ class Reducer:
         rank: this process's rank in the group, 0 without a group.
         calls: all-reduces issued so far; counted at world size 1 as well, so that one process can check the cost.
         elements: values they carried, **local**.
+        passenger: a number of this rank that the next :meth:`sum_` sums along with its values; None: nothing.
+        passed: the sum of the passengers after that, one float64 element; None: there was no sum since.
 
     Raises:
         ValueError: this process is not a member of `group`.
@@ -74,6 +76,8 @@ class Reducer:
         self.device = device
         self.calls = 0
         self.elements = 0
+        self.passenger: float | None = None
+        self.passed: Tensor | None = None
 
     def sum_(self, values: Tensor) -> Tensor:
         """Replace `values` by its sum over the group, in place.
@@ -85,7 +89,12 @@ class Reducer:
         Returns:
             `values` itself, now **global** and the same on every rank. Cost: one all-reduce; none if it is empty.
         """
-        if values.numel():
+        if values.numel() and self.passenger is not None:
+            both = torch.cat([values.reshape(-1), values.new_full((1,), self.passenger)])
+            self._all_reduce_(both, dist.ReduceOp.SUM)
+            values.copy_(both[:-1].view(values.shape))
+            self.passenger, self.passed = None, both[-1:]
+        elif values.numel():
             self._all_reduce_(values, dist.ReduceOp.SUM)
         return values
 

@@ -1,0 +1,313 @@
+"""A curvature rank: finds the training job, and computes what it orders until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dho2_ds.base import BaseOptimizer
+from dho2_ds.config import DHO2Config
+from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.curvature.hvp import FiniteDifference
+from dho2_ds.curvature.refresh import Order, refresh
+from dho2_ds.hosts.base import Host, Loss
+from dho2_ds.monitor import logger
+from dho2_ds.pipeline import worlds
+from dho2_ds.pipeline.batches import decode, receive_tensors
+from dho2_ds.pipeline.bridge import WEIGHTS
+from dho2_ds.pipeline.door import Refused, knock
+from dho2_ds.pipeline.payload import spaces, unpack_root
+from dho2_ds.pipeline.plan import fingerprint, layout_from_json, routes
+from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
+from dho2_ds.sharding.layout import Layout
+
+_POLL = 1.0  # seconds between two looks at whether the training job is there
+
+Batches = Callable[[list[Any] | None], Sequence[Loss]]
+"""This rank's curvature losses of one job, from the training ranks' batches or (None) from data of its own."""
+
+
+class Abandoned(RuntimeError):
+    """Nobody waits for the job any more."""
+
+
+class Worker:
+    """Serves one training job.
+
+    Args:
+        config: the optimizer's settings. host, base: the model, sharded over the curvature ranks.
+        batches: see :data:`Batches`. own_data: whether it gives losses without the training ranks' batches.
+    """
+
+    def __init__(
+        self, config: DHO2Config, host: Host, base: BaseOptimizer, batches: Batches, *, own_data: bool
+    ) -> None:
+        self._config, self._host, self._base, self._batches, self._own_data = config, host, base, batches, own_data
+        several = dist.is_available() and dist.is_initialized()
+        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self._spaces = spaces(host, base)
+        self._operator: FiniteDifference | None = None
+        self._old: Eigenbasis | None = None
+        self._links: list[Link] = []
+        self._receive: dict[str, list[Intervals]] = {}
+        self._send: list[Intervals] = []
+        self._joined = False
+
+    def run(self) -> None:
+        """Serve until training has ended; join again when a session is lost.
+
+        Raises:
+            Refused: the training job does not admit this rank. RuntimeError: it was never found.
+        """
+        while self._join():
+            try:
+                while True:
+                    self._job()
+            except (LinkError, Abandoned) as error:
+                self._listen_for_the_end()
+                logger.info("curvature rank %d: the session has ended: %s", self._rank, error)
+            finally:
+                for link in self._links:
+                    link.close()
+                self._links = []
+
+    def _listen_for_the_end(self) -> None:
+        """Whether a training rank's last word was that training has ended."""
+        try:
+            for link in readable(self._links, 0):
+                if link.receive().get("closed") == "training ended":
+                    worlds.training_has_ended()
+        except LinkError:
+            pass  # no last word
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    def _join(self) -> bool:
+        """Open a session with all training ranks; False when training is gone. Collective over the curvature ranks."""
+        deadline = time.monotonic() + self._config.curvature.timeout
+        while True:
+            found = worlds.broadcast(self._look() if self._rank == 0 else {}, self._host.agreement.device)
+            if found.get("gone"):
+                if not self._joined and worlds.joined_from_outside():
+                    raise RuntimeError(f"no training job answers at {worlds.address_to_join()}; check the address")
+                return False
+            if "refused" in found:
+                raise Refused(str(found["refused"]))
+            if "doors" in found and self._connect(found["doors"], int(found["session"])):
+                self._joined = True
+                return True
+            if time.monotonic() > deadline and not self._joined and self._rank == 0:
+                logger.warning("curvature ranks are still waiting for the training ranks: %s", found.get("wait"))
+                deadline = math.inf
+            time.sleep(_POLL if "wait" in found else 0.1)
+
+    def _look(self) -> dict[str, Any]:
+        """What rank 0 finds at the training side's first door."""
+        try:
+            address = worlds.address_to_join()
+            if address is None:
+                return {"wait": "they have not opened their doors"}
+            link, answer = knock(address, worlds.token(), {**self._meta, "asks": True}, 10.0, "training rank 0")
+            link.close()
+            return {"doors": answer["doors"], "session": secrets.randbits(52) + 1}
+        except Refused as refusal:
+            return {"wait" if refusal.retry else "refused": str(refusal)}
+        except worlds.TrainingGone:
+            return {"gone": True}
+        except OSError:
+            gone = self._joined or worlds.joined_from_outside()
+            return {"gone": True} if gone else {"wait": "their door does not answer"}
+
+    @property
+    def _meta(self) -> dict[str, Any]:
+        from dho2_ds import __version__
+
+        return {"version": __version__, "fingerprint": fingerprint(self._config, self._host)}
+
+    def _connect(self, doors: list[str], session: int) -> bool:
+        links, forms, problem = [], [], ""
+        try:
+            for rank, door in enumerate(doors):
+                meta = {**self._meta, "session": session, "rank": self._rank, "size": self._size}
+                timeout = self._config.curvature.timeout
+                link, answer = knock(door, worlds.token(), meta, timeout, f"training rank {rank}")
+                links.append(link)
+                forms.append(answer["layouts"])
+            self._plan([{space: layout_from_json(f) for space, f in form.items()} for form in forms])
+            for rank, link in enumerate(links):
+                send = {space: there[rank] for space, there in self._ask.items()}
+                link.send({"plan": {"send": send, "receive": self._offer[rank]}})
+        except (OSError, Refused, ValueError) as error:
+            problem = str(error)
+        if not self._host.agreement.agree(not problem):
+            for link in links:
+                link.close()
+            if problem:
+                logger.info("curvature rank %d could not join: %s", self._rank, problem)
+            return False
+        self._links = links
+        return True
+
+    def _plan(self, theirs: list[dict[str, Layout]]) -> None:
+        """Which elements come from and go to which training rank."""
+        self._ask, self._receive = {}, {}
+        for space, layout in self._spaces.items():
+            found = routes([one[space] for one in theirs], [layout])
+            pairs = [found.get((rank, 0), ([], [])) for rank in range(len(theirs))]
+            self._ask[space], self._receive[space] = [there for there, _ in pairs], [here for _, here in pairs]
+        found = routes(self._ours(), [one[WEIGHTS] for one in theirs])
+        pairs = [found.get((self._rank, rank), ([], [])) for rank in range(len(theirs))]
+        self._send, self._offer = [here for here, _ in pairs], [there for _, there in pairs]
+
+    def _ours(self) -> list[Layout]:
+        """The layouts of all curvature ranks, replicas included. One all-reduce."""
+        host = self._host
+        shards = torch.zeros(self._size, dtype=torch.float64, device=host.agreement.device)
+        shards[self._rank] = host.reducer.rank
+        return [host.layouts[int(shard)] for shard in host.agreement.sum_(shards).tolist()]
+
+    # -- one job --------------------------------------------------------------------------------------------------
+
+    def _job(self) -> None:
+        orders, batches, received = self._receive_job()
+        order = orders[0]
+        autocast = [(str(device), dtype_named(dtype)) for device, dtype in order["autocast"]]
+        asked = Order(**{**order["order"], "dtype": dtype_named(order["order"]["dtype"]), "device": self._base.device})
+        root = unpack_root(self._base, [*self._groups(order["groups"])], received)
+        if not self._host.module.training:
+            self._host.module.train()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device, dtype in autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            operator = self._operator or FiniteDifference.for_dtype(self._host.compute_dtype)
+            if self._operator is None and order["saved"] is not None:
+                operator.resume(tuple(order["saved"]))
+            self._operator = operator
+            losses = self._host.agreement.together(lambda: self._losses(batches, orders), "no batch on another rank")
+            found, report = refresh(
+                self._host,
+                losses,
+                root,
+                asked,
+                operator,
+                hint=received["hint"],
+                old=self._old,
+                weights=received["weights"],
+                between=self._still_wanted,
+            )
+        kept: Tensor | None = None
+        if found is not None:
+            dtype = torch.float64 if asked.dtype == torch.float64 else getattr(torch, self._eigenvector_dtype)
+            kept = found.vectors.to(dtype, copy=True)
+            self._old = Eigenbasis(kept, found.eigenvalues, found.next_eigenvalue, found.born)
+            kept = kept.cpu()
+        saved = (operator.tau, operator.gradient_norm, operator.growth)
+        for link, intervals in zip(self._links, self._send, strict=True):
+            link.send(
+                {
+                    "result": order["job"],
+                    "accepted": kept is not None,
+                    "kept": 0 if kept is None else kept.shape[0],
+                    "dtype": None if kept is None else dtype_name(kept.dtype),
+                    "born": asked.born,
+                    "saved": saved,
+                    "report": asdict(report),
+                }
+            )
+            if kept is not None:
+                link.send_parts(kept, intervals)
+
+    @property
+    def _eigenvector_dtype(self) -> str:
+        return self._config.curvature.eigenvector_dtype
+
+    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**group, **({"betas": tuple(group["betas"])} if "betas" in group else {})} for group in groups]
+
+    def _receive_job(self) -> tuple[list[dict[str, Any]], list[Any], dict[str, Tensor]]:
+        """The next order: one message from every training rank, and this rank's share of the vectors."""
+        waiting = list(self._links)
+        orders: dict[int, dict[str, Any]] = {}
+        batches: dict[int, Any] = {}
+        received: dict[str, Tensor] = {}
+        while waiting:
+            for link in readable(waiting, None):
+                waiting.remove(link)
+                rank = self._links.index(link)
+                orders[rank], batches[rank] = self._hear(link, rank, received)
+        if len({order["job"] for order in orders.values()}) != 1:
+            raise LinkError("the training ranks ordered different jobs")
+        ordered = [orders[rank] for rank in range(len(self._links))]
+        device = self._base.device
+        return ordered, [batches[rank] for rank in range(len(self._links))], {
+            name: part.to(device) for name, part in received.items()
+        }  # fmt: skip
+
+    def _hear(self, link: Link, rank: int, received: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+        message = link.receive()
+        if "closed" in message:
+            if message["closed"] == "training ended":
+                worlds.training_has_ended()
+            raise LinkError(str(message["closed"]))
+        if "job" not in message:
+            raise LinkError(f"{link.peer}: an unexpected message with {sorted(message)}")
+        for name, space, dtype in message["parts"]:
+            layout = self._spaces[space]
+            if name not in received:
+                received[name] = torch.zeros(layout.numel, dtype=dtype_named(dtype))
+            link.receive_parts(received[name], self._receive[space][rank])
+        batch = message["batch"]
+        if (batch is None) != self._own_data:
+            raise Refused("data: must be given to attach on the training ranks and on the curvature ranks alike")
+        if batch is None:
+            return message, None
+        tensors = receive_tensors(link, batch["tensors"])
+        return message, [decode(form, tensors) for form in batch["forms"]]
+
+    def _losses(self, batches: list[Any], orders: list[dict[str, Any]]) -> list[Loss]:
+        """This rank's losses, weighted: their mean over the curvature ranks is the mean over the training ranks."""
+        if self._own_data:
+            return list(self._batches(None))
+        training = len(batches)
+        found: list[Loss] = []
+        weights: list[float] = []
+        for rank, own in enumerate(batches):
+            copies = 1 if self._size <= training else len(range(rank, self._size, training))
+            losses = self._batches(own) if own else []
+            found += losses
+            weights += [1.0 / (training * len(losses) * copies)] * len(losses)
+        scale = len(found) * self._size
+        return [_times(loss, weight * scale) for loss, weight in zip(found, weights, strict=True)]
+
+    def _still_wanted(self) -> None:
+        """Between two products: go on only if all training ranks still wait. One all-reduce."""
+        # A training rank says nothing during a job, except that it gives up.
+        if not self._host.agreement.agree(not readable(self._links, 0)):
+            raise Abandoned("the training ranks do not wait for this refresh any more")
+
+
+def _times(loss: Loss, weight: float) -> Loss:
+    return loss if math.isclose(weight, 1.0, rel_tol=1e-12) else (lambda model: loss(model) * weight)
+
+
+def serve(worker: Worker) -> None:
+    """Run a worker and end the process: 0 when training has ended, however it did; 1 when it was not admitted."""
+    code = 0
+    try:
+        worker.run()
+    except Exception as error:
+        code = 1
+        logger.error("curvature rank: %s: %s", type(error).__name__, error)
+        if not isinstance(error, (Refused, RuntimeError)):
+            logger.exception("curvature rank")
+    worlds.leave(code)

@@ -1,0 +1,315 @@
+"""Two worlds out of one launch: public :func:`init_distributed`, and how the two sides find each other.
+
+The launcher's last C processes get a default process group of their own, the others theirs, so that DeepSpeed, DDP and
+FSDP see ordinary worlds of T and of C ranks. A curvature job that was started by itself (``DHO2_JOIN=host:port``) is a
+whole world of curvature ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from dho2_ds.config import ConfigError, CurvatureConfig, parse_config
+from dho2_ds.monitor import logger
+from dho2_ds.pipeline.bridge import Bridge
+from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, write_run_file
+
+Role = Literal["training", "curvature"]
+
+
+class TrainingGone(ConnectionError):
+    """The training side has ended."""
+
+
+@dataclass
+class _World:
+    role: Role
+    store: Any  # of the launcher's whole world; None for a job by itself
+    ended: bool = False
+
+
+_world: _World | None = None
+
+
+def role() -> Role:
+    """What this process is for."""
+    if _world is not None:
+        return _world.role
+    return "curvature" if os.environ.get(JOIN) else "training"
+
+
+def init_distributed(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    curvature_ranks: int | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> Role:
+    """Initialise torch's default process group; with ``curvature.mode='dedicated'``, of this process's side.
+
+    Call it first, instead of ``deepspeed.init_distributed()`` or ``torch.distributed.init_process_group()``. On return
+    ``RANK``, ``WORLD_SIZE`` and ``torch.distributed`` speak of this side alone: T training ranks (the launcher's first)
+    or C curvature ranks (its last). The script goes on unchanged on both; on a curvature rank :func:`dho2_ds.attach`
+    (under DeepSpeed with a model that returns its loss: the first forward) serves until training ends and then ends
+    the process.
+
+    Args:
+        config: a DeepSpeed configuration, path or dictionary, whose optimizer is DHO2.
+        curvature_ranks: C, where there is no such configuration.
+        backend: of the default group; default ``nccl`` with CUDA, else ``gloo``.
+        timeout: of its collectives; default torch's.
+
+    Returns:
+        ``"training"`` or ``"curvature"``.
+
+    Raises:
+        ConfigError: C is not below the number of processes, or the configuration is wrong.
+        RuntimeError: a default process group exists already.
+    """
+    global _world
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists: call dho2_ds.init_distributed(...) before anything else")
+    if curvature_ranks is None:
+        curvature_ranks = _ranks_in(config) if config is not None else 0
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    _find_launcher()
+    store, rank, world = next(iter(rendezvous("env://", **options)))
+    if os.environ.get(JOIN):
+        _world = _World("curvature", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
+        _fit_batches(0, config)
+        return "curvature"
+    if not 0 <= curvature_ranks < world:
+        raise ConfigError(
+            f"curvature.ranks={curvature_ranks}: must be below the number of processes, {world}; start T + "
+            f"{curvature_ranks} processes for T training ranks"
+        )
+    training = world - curvature_ranks
+    side: Role = "training" if rank < training else "curvature"
+    _world = _World(side, PrefixStore("dho2", store) if curvature_ranks else None)
+    if curvature_ranks:
+        _share_token(_world.store, rank, world)
+    mine, size = (rank, training) if side == "training" else (rank - training, curvature_ranks)
+    dist.init_process_group(backend, store=PrefixStore(f"dho2/{side}", store), rank=mine, world_size=size, **options)
+    os.environ.update(RANK=str(mine), WORLD_SIZE=str(size))
+    if side == "curvature":
+        _fit_batches(training, config)
+    return side
+
+
+def _ranks_in(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
+    """``curvature.ranks`` of a DeepSpeed configuration; 0 if it asks for none."""
+    if not isinstance(config, Mapping):
+        config = json.loads(Path(config).read_text())
+    optimizer = config.get("optimizer") or {} if isinstance(config, Mapping) else {}
+    if str(optimizer.get("type", "")).lower() != "dho2":
+        return 0
+    params = optimizer.get("params") or {}
+    curvature = parse_config({"curvature": params.get("curvature")}).curvature
+    wanted = curvature.mode == "dedicated" and params.get("num_eigenvectors") != 0
+    return curvature.ranks if wanted else 0
+
+
+def _find_launcher() -> None:
+    """Make sure that torch's environment variables are set: by ``deepspeed`` or ``torchrun``, else from MPI, else for a
+    single process."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return
+    if any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")):
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise RuntimeError("started by MPI: mpi4py must be installed; pip install 'dho2-ds[mpi]'") from error
+        world = MPI.COMM_WORLD
+        host, port = world.bcast(_meeting_point(), root=0)
+        local = world.Split_type(MPI.COMM_TYPE_SHARED)
+        os.environ.update(
+            RANK=str(world.Get_rank()), WORLD_SIZE=str(world.Get_size()), LOCAL_RANK=str(local.Get_rank()),
+            LOCAL_WORLD_SIZE=str(local.Get_size()), LOCAL_SIZE=str(local.Get_size()),
+            MASTER_ADDR=host, MASTER_PORT=str(port),
+        )  # fmt: skip
+        return
+    host, port = _meeting_point()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port))
+
+
+def _meeting_point() -> tuple[str, int]:
+    with socket.create_server(("", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    several = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    host = os.environ.get("MASTER_ADDR") or (socket.gethostbyname(socket.gethostname()) if several else "127.0.0.1")
+    return host, int(os.environ.get("MASTER_PORT", port))
+
+
+def _share_token(store: Any, rank: int, world: int) -> None:
+    """Give all processes of a launch one token. It lies in the launcher's store only until the last has read it."""
+    if os.environ.get(TOKEN):
+        return
+    if rank == 0:
+        store.set("token", new_token())
+    os.environ[TOKEN] = store.get("token").decode()
+    if store.add("token read", 1) == world:
+        store.delete_key("token")
+
+
+def _fit_batches(training: int, given: object) -> None:
+    """Let DeepSpeed accept, on C curvature ranks, a configuration written for T training ranks: a curvature rank's
+    micro-batch is a training rank's, and ``train_batch_size`` follows from it."""
+    if given is None and "deepspeed" not in sys.modules:
+        return
+    try:
+        from deepspeed.runtime.config import DeepSpeedConfig
+    except ImportError:
+        return
+    original = DeepSpeedConfig._set_batch_related_parameters
+
+    def fitted(self: Any) -> None:
+        steps = self.gradient_accumulation_steps or 1
+        if self.train_micro_batch_size_per_gpu is None and self.train_batch_size is not None and training:
+            self.train_micro_batch_size_per_gpu = max(1, self.train_batch_size // (steps * training))
+        if self.train_micro_batch_size_per_gpu is not None:
+            self.train_batch_size = None
+        original(self)
+
+    DeepSpeedConfig._set_batch_related_parameters = fitted
+
+
+# -- the training side ------------------------------------------------------------------------------------------
+
+
+def open_bridge(settings: CurvatureConfig) -> Bridge:
+    """Open this training rank's door, and say where and with which token one enters. Collective.
+
+    Raises:
+        ConfigError: curvature ranks were asked for and :func:`init_distributed` was not called.
+    """
+    store = _world.store if _world is not None else None
+    if settings.ranks and store is None:
+        raise ConfigError(
+            f"curvature.ranks={settings.ranks}: must be split off before the process group is made; call "
+            "dho2_ds.init_distributed(config) first, or set it to 0 and start curvature ranks with DHO2_JOIN"
+        )
+    several = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    device = group_device()
+    shared = os.environ.get(TOKEN) or new_token()
+    shared = str(broadcast({"token": shared}, device)["token"])
+    host, port = _listen_at(settings.address, rank)
+    doors: list[str] = []
+    bridge = Bridge(
+        rank=rank, world=world, host=host, port=port, token=shared, timeout=settings.timeout,
+        doors=lambda: doors or None,
+    )  # fmt: skip
+    doors += [str(broadcast({"at": bridge.address}, device, source)["at"]) for source in range(world)]
+    if rank == 0:
+        path = write_run_file(bridge.address, shared)
+        logger.info("curvature ranks may join at %s; the token is in %s", bridge.address, path)
+        if store is not None:
+            store.set("door", bridge.address)
+    return bridge
+
+
+def _listen_at(address: str | None, rank: int) -> tuple[str, int]:
+    if address:
+        host, _, port = address.rpartition(":") if ":" in address else (address, "", "0")
+        return host.strip("[]"), int(port) if rank == 0 else 0
+    several = dist.is_available() and dist.is_initialized()
+    return own_host(os.environ.get("MASTER_ADDR") if several else None), 0
+
+
+# -- the curvature side -----------------------------------------------------------------------------------------
+
+
+def joined_from_outside() -> bool:
+    """True in a curvature job that was started by itself."""
+    return bool(os.environ.get(JOIN))
+
+
+def token() -> str:
+    """The job's token.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    found = os.environ.get(TOKEN)
+    if not found:
+        raise ConfigError(f"{TOKEN}: must be set with {JOIN}; take it from the training job's run file")
+    return found
+
+
+def address_to_join() -> str | None:
+    """Where the first training rank's door is, None while it is not open.
+
+    Raises:
+        TrainingGone: the launcher's store is gone, and with it training.
+    """
+    if _world is not None and _world.ended:
+        raise TrainingGone("training has ended")
+    if joined_from_outside():
+        return os.environ[JOIN]
+    assert _world is not None
+    try:
+        return _world.store.get("door").decode() if _world.store.check(["door"]) else None
+    except (RuntimeError, dist.DistError) as error:
+        raise TrainingGone(str(error)) from error
+
+
+def training_has_ended() -> None:
+    """Note that the training side has said so."""
+    global _world
+    if _world is None:
+        _world = _World("curvature", None)
+    _world.ended = True
+
+
+def leave(code: int) -> NoReturn:
+    """End a curvature process: without torch's and DeepSpeed's teardown, which may wait for peers that are gone.
+
+    The code is 0 for a rank of the training job's own launch, whatever happened: launchers end everything when one
+    process fails, and training goes on without curvature.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if joined_from_outside() else 0)
+
+
+# -- small collectives ------------------------------------------------------------------------------------------
+
+
+def group_device() -> torch.device:
+    """Where the default group's tensors live."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def broadcast(message: dict[str, Any], device: torch.device, source: int = 0) -> dict[str, Any]:
+    """One rank's JSON object, on every rank of the default group. Two broadcasts."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return message
+    content = json.dumps(message).encode()
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if dist.get_rank() == source:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    found = json.loads(bytes(data.cpu().tolist()))
+    assert isinstance(found, dict)
+    return found

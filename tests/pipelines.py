@@ -1,0 +1,90 @@
+"""Training ranks and curvature ranks as two worlds of one launch, for the tests of mode ``dedicated``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import dho2_ds
+from dho2_ds.pipeline import worlds
+from tests import engines, fsdp_engines
+from tests.distributed import run_ranks, silence_shm_op
+
+SETTINGS: dict[str, Any] = {
+    **engines.SETTINGS,
+    "curvature": {"mode": "dedicated", "warmup_steps": 5, "interval": 10, "lanczos_steps": 30, "timeout": 60},
+}
+
+
+class Left(BaseException):
+    """A curvature rank has served and would end its process now; not an Exception, as the real end is none."""
+
+
+def changed(settings: dict[str, Any], **curvature: Any) -> dict[str, Any]:
+    found = copy.deepcopy(settings)
+    found["curvature"] |= curvature
+    return found
+
+
+def inline(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings in mode ``inline``."""
+    found = copy.deepcopy(settings)
+    found["curvature"] = {k: v for k, v in found["curvature"].items() if k in ("warmup_steps", "interval", "lanczos_steps")}
+    return found
+
+
+def make(kind: str, rank: int, world: int, settings: dict[str, Any]) -> Any:
+    if kind.startswith(("fsdp", "hsdp", "tp", "zero_redundancy")):
+        return fsdp_engines.Run(kind, rank, world, settings)
+    return engines.Run(kind, rank, world, settings)
+
+
+def optimizer_of(run: Any) -> Any:
+    return getattr(run, "inner", run.optimizer)
+
+
+def end_training(optimizer: Any) -> None:
+    """What happens when a training process ends."""
+    optimizer._refresher.dedicated._bridge.close()
+
+
+def serve(kind: str, rank: int, world: int, settings: dict[str, Any]) -> int:
+    """Build a run as a script does on a curvature rank; returns the code with which the process would end."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    before, worlds.leave = worlds.leave, leave  # type: ignore[assignment]
+    try:
+        run = make(kind, rank, world, settings)
+        run.step()
+    except Left as end:
+        return int(end.args[0])
+    finally:
+        worlds.leave = before
+        if worlds._world is not None:
+            worlds._world.ended = False
+    raise AssertionError("a curvature rank trained")
+
+
+def side_by_side(
+    rank: int, world: int, curvature_ranks: int, train: Callable[..., Any], cases: list[tuple[str, dict[str, Any]]]
+) -> list[Any]:
+    """Worker: every case (kind, settings) in turn. Training ranks return ``train(kind, rank, world, settings)``,
+    curvature ranks the codes with which they would have ended."""
+    silence_shm_op()
+    role = dho2_ds.init_distributed(curvature_ranks=curvature_ranks, backend="gloo")
+    if role == "curvature":
+        mine = rank - (world - curvature_ranks)
+        return [serve(kind, mine, curvature_ranks, settings) for kind, settings in cases]
+    return [train(kind, rank, world - curvature_ranks, settings) for kind, settings in cases]
+
+
+def run_both(
+    training: int, curvature: int, train: Callable[..., Any], cases: list[tuple[str, dict[str, Any]]], timeout: float
+) -> list[Any]:
+    """Results of the training ranks, by rank, each a list by case; checks that curvature ranks ended with 0."""
+    found = run_ranks(training + curvature, side_by_side, curvature, train, cases, timeout=timeout, init=False)
+    assert all(code == 0 for codes in found[training:] for code in codes), found[training:]
+    return found[:training]
