@@ -47,3 +47,30 @@ def test_same_eigenpairs_as_inline() -> None:
     for results in run_both(1, 1, compare, [("single", REPLAY)], timeout=150):
         for found in results:
             check(found)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "soap": {"base": "soap", "soap": {"precondition_frequency": 2}},
+    "sgd": {"base": "sgd", "lr": 0.05},
+    "fosi": {"rule": "fosi", "base": "sgd", "lr": 0.05},
+}
+WORLDS = {(2, 1): ["ddp", "zero2", "zero3"], (1, 2): ["zero1", "zero3"], (2, 2): ["zero0", "fsdp2", "fsdp1:orig"]}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("training,curvature", WORLDS)
+def test_every_engine(training: int, curvature: int) -> None:
+    kinds = WORLDS[training, curvature]
+    for results in run_both(training, curvature, compare, [(kind, REPLAY) for kind in kinds], timeout=250):
+        for kind, found in zip(kinds, results, strict=True):
+            print(kind, found)
+            check(found)
+
+
+@pytest.mark.timeout(300)
+def test_every_base_and_rule() -> None:
+    """SOAP sends its state, in the owner layout; the others a vector, or nothing for P."""
+    cases = [("ddp", {**REPLAY, **variant}) for variant in VARIANTS.values()]
+    for results in run_both(2, 1, compare, cases, timeout=250):
+        for found in results:
+            check(found)

@@ -206,8 +206,8 @@ class Bridge:
             raise Refused(f"dho2_ds {meta.get('version')}: must be {_version()}, as on the training ranks; install it")
         if meta.get("fingerprint") != self._fingerprint:
             raise Refused(
-                "the model: must have the training job's parameters, in its order, with its rule and base; start the "
-                "same script with the same configuration"
+                f"model={meta.get('fingerprint')}: must be {self._fingerprint} as in the training job, names and order "
+                "too; start the same script with the same configuration"
             )
         if meta.get("asks"):  # rank 0 of a curvature job looks where to go
             return {"doors": doors}, link.close

@@ -8,7 +8,6 @@ that a step makes anyway; all ranks swap at the same step.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class Dedicated:
         self._bridge: Bridge | None = None
         self._flight: _Flight | None = None
         self._next_try, self._complained = 0, False
-        self._number = secrets.randbits(20) << 20
+        self._number = 0
         self.saved: tuple[float, float, float] | None = None
         self.lost = 0
         self.swaps: list[tuple[int, int]] = []

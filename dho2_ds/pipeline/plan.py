@@ -15,11 +15,13 @@ from dho2_ds.sharding.redistribute import plan_cached
 
 
 def fingerprint(config: DHO2Config, host: Host) -> str:
-    """Equal on two ranks that can work on the same eigenbasis: parameters, their order, rule and base. Not a secret."""
-    said: list[Any] = [config.rule, config.base, list(host.sizes.items())]
+    """Equal on two ranks that can work on the same eigenbasis: parameters, their order, rule and base. Readable, so
+    that a refusal can show what differs; not a secret."""
+    said: list[Any] = [list(host.sizes.items())]
     if config.base == "soap":
         said.append(config.soap.model_dump())
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return f"{len(host.sizes)} tensors of {host.numel} parameters ({digest[:16]}), {config.rule} on {config.base}"
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

@@ -285,7 +285,7 @@ class Worker:
             copies = 1 if self._size <= training else len(range(rank, self._size, training))
             losses = self._batches(own) if own else []
             found += losses
-            weights += [1.0 / (training * len(losses) * copies)] * len(losses)
+            weights += [1.0 / (training * len(losses) * copies) for _ in losses]
         scale = len(found) * self._size
         return [_times(loss, weight * scale) for loss, weight in zip(found, weights, strict=True)]
 
