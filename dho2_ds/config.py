@@ -376,11 +376,6 @@ def _dedicated_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
                     "mode='dedicated'"
                 )
         return
-    if curvature.hvp == "exact":
-        yield (
-            "curvature.mode='dedicated': must not be used with hvp='exact'; curvature ranks work at weights that "
-            "are not their engine's; use hvp='auto'"
-        )
     steps = [step for pair in curvature.swaps or () for step in pair]
     if steps != sorted(steps):
         yield f"curvature.swaps={_quote(curvature.swaps)}: must be in rising order, one job at a time; sort it"

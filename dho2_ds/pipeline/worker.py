@@ -20,13 +20,14 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Order, refresh
 from dho2_ds.hosts.base import Host, Loss
-from dho2_ds.monitor import logger
+from dho2_ds.monitor import chosen_route, logger
 from dho2_ds.pipeline import worlds
 from dho2_ds.pipeline.batches import decode, receive_tensors
 from dho2_ds.pipeline.bridge import WEIGHTS
 from dho2_ds.pipeline.door import Refused, knock
 from dho2_ds.pipeline.payload import spaces, unpack_root
 from dho2_ds.pipeline.plan import fingerprint, layout_from_json, routes
+from dho2_ds.pipeline.supervisor import REFUSED
 from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
 from dho2_ds.sharding.layout import Layout
 
@@ -183,6 +184,7 @@ class Worker:
         autocast = [(str(device), dtype_named(dtype)) for device, dtype in order["autocast"]]
         asked = Order(**{**order["order"], "dtype": dtype_named(order["order"]["dtype"]), "device": self._base.device})
         root = unpack_root(self._base, [*self._groups(order["groups"])], received)
+        self._host.put_weights(received.pop("weights"))
         if not self._host.module.training:
             self._host.module.train()
         with contextlib.ExitStack() as stack:
@@ -202,7 +204,7 @@ class Worker:
                 operator,
                 hint=received["hint"],
                 old=self._old,
-                weights=received["weights"],
+                route=chosen_route(self._config.curvature)[0],
                 between=self._still_wanted,
             )
         kept: Tensor | None = None
@@ -301,13 +303,16 @@ def _times(loss: Loss, weight: float) -> Loss:
 
 
 def serve(worker: Worker) -> None:
-    """Run a worker and end the process: 0 when training has ended, however it did; 1 when it was not admitted."""
+    """Run a worker and end the process: with 0 when training has ended, however it did, else with another code."""
     code = 0
     try:
         worker.run()
+    except Refused as refusal:
+        code = REFUSED
+        logger.error("this curvature rank was refused: %s", refusal)
     except Exception as error:
         code = 1
-        logger.error("curvature rank: %s: %s", type(error).__name__, error)
-        if not isinstance(error, (Refused, RuntimeError)):
-            logger.exception("curvature rank")
+        logger.error(
+            "curvature rank: %s: %s", type(error).__name__, error, exc_info=not isinstance(error, RuntimeError)
+        )
     worlds.leave(code)

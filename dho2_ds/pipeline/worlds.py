@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dho2_ds.config import ConfigError, CurvatureConfig, parse_config
 from dho2_ds.monitor import logger
+from dho2_ds.pipeline import supervisor
 from dho2_ds.pipeline.bridge import Bridge
 from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, write_run_file
 
@@ -43,6 +44,9 @@ class _World:
 
 
 _world: _World | None = None
+
+_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TOKEN)
+"""What a curvature process that is started again needs to find the launch."""
 
 
 def role() -> Role:
@@ -85,6 +89,8 @@ def init_distributed(
         raise RuntimeError("a default process group exists: call dho2_ds.init_distributed(...) before anything else")
     if curvature_ranks is None:
         curvature_ranks = _ranks_in(config) if config is not None else 0
+    if curvature_ranks and _launched_as_curvature_rank(curvature_ranks) and not os.environ.get(JOIN):
+        supervisor.supervise()
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     _find_launcher()
@@ -104,8 +110,13 @@ def init_distributed(
     _world = _World(side, PrefixStore("dho2", store) if curvature_ranks else None)
     if curvature_ranks:
         _share_token(_world.store, rank, world)
-    mine, size = (rank, training) if side == "training" else (rank - training, curvature_ranks)
-    dist.init_process_group(backend, store=PrefixStore(f"dho2/{side}", store), rank=mine, world_size=size, **options)
+    mine, size, place = rank, training, "dho2/training"
+    if side == "curvature":
+        mine, size = rank - training, curvature_ranks
+        # A new group where curvature ranks were started again; all of them are, when one fails.
+        place = f"dho2/curvature/{(_world.store.add('curvature starts', 1) - 1) // size}"
+        supervisor.remember({name: os.environ[name] for name in _LAUNCH if name in os.environ})
+    dist.init_process_group(backend, store=PrefixStore(place, store), rank=mine, world_size=size, **options)
     os.environ.update(RANK=str(mine), WORLD_SIZE=str(size))
     if side == "curvature":
         _fit_batches(training, config)
@@ -123,6 +134,15 @@ def _ranks_in(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
     curvature = parse_config({"curvature": params.get("curvature")}).curvature
     wanted = curvature.mode == "dedicated" and params.get("num_eigenvectors") != 0
     return curvature.ranks if wanted else 0
+
+
+def _launched_as_curvature_rank(curvature_ranks: int) -> bool:
+    """Whether the launcher's variables say so; known before anything is connected."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in os.environ and size in os.environ:
+            world = int(os.environ[size])
+            return curvature_ranks < world <= int(os.environ[rank]) + curvature_ranks
+    return False
 
 
 def _find_launcher() -> None:
@@ -280,13 +300,13 @@ def training_has_ended() -> None:
 def leave(code: int) -> NoReturn:
     """End a curvature process: without torch's and DeepSpeed's teardown, which may wait for peers that are gone.
 
-    The code is 0 for a rank of the training job's own launch, whatever happened: launchers end everything when one
-    process fails, and training goes on without curvature.
+    The code is 0 for an unsupervised rank of the training job's own launch, whatever happened: launchers end everything
+    when one process fails, and training goes on without curvature.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code if joined_from_outside() else 0)
+    os._exit(code if joined_from_outside() or supervisor.supervised() else 0)
 
 
 # -- small collectives ------------------------------------------------------------------------------------------
