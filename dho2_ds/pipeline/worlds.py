@@ -7,6 +7,7 @@ whole world of curvature ranks.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -241,7 +242,16 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
         logger.info("curvature ranks may join at %s; the token is in %s", bridge.address, path)
         if store is not None:
             store.set("door", bridge.address)
+            atexit.register(_say_ended, store)
     return bridge
+
+
+def _say_ended(store: Any) -> None:
+    """For curvature ranks that have not come yet: ``torchrun``'s store outlives training, and so cannot tell."""
+    try:
+        store.set("ended", "yes")
+    except (RuntimeError, dist.DistError):
+        pass  # the launcher has closed it: that tells too
 
 
 def _listen_at(address: str | None, rank: int) -> tuple[str, int]:
@@ -284,6 +294,8 @@ def address_to_join() -> str | None:
         return os.environ[JOIN]
     assert _world is not None
     try:
+        if _world.store.check(["ended"]):
+            raise TrainingGone("training has ended")
         return _world.store.get("door").decode() if _world.store.check(["door"]) else None
     except (RuntimeError, dist.DistError) as error:
         raise TrainingGone(str(error)) from error
