@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import dho2_ds
-from dho2_ds.pipeline import worlds
+from dho2_ds.pipeline import meeting, worlds
 from tests import engines, fsdp_engines
 from tests.distributed import run_ranks, silence_shm_op
 
@@ -66,8 +66,7 @@ def leaving() -> Iterator[list[int]]:
             yield codes
     except Left as end:
         codes.append(int(end.args[0]))
-        if worlds._world is not None:
-            worlds._world.ended = False
+        meeting._ended = False
 
 
 def serve(kind: str, rank: int, world: int, settings: dict[str, Any]) -> int:

@@ -115,11 +115,12 @@ def record_and_replay(kind: str, rank: int, world: int, settings: dict[str, Any]
     if recorded:
         settings = changed(settings, swaps=recorded["swaps"])
     run = make(kind, rank, world, settings)
-    losses = []
-    for _ in range(40):
+    losses: list[float] = []
+    swaps: list[tuple[int, int]] = []
+    while len(swaps) < 2 or len(losses) < swaps[-1][1] + 5:
         losses.append(run.step())
+        swaps = run.optimizer.curvature_stats()["swaps"]
         time.sleep(0.0 if recorded else 0.02)  # so that curvature has the time to take part
-    swaps = run.optimizer.curvature_stats()["swaps"]
     end_training(run.optimizer)
     recorded["swaps"] = [list(pair) for pair in swaps]
     return {"losses": losses, "weights": run.weights(), "swaps": swaps}
