@@ -47,13 +47,6 @@ def check(found: dict[str, Any]) -> None:
     assert found["stats"]["swaps"] == [(5, 8)] and found["stats"]["lost"] == 0, found["stats"]
 
 
-@pytest.mark.timeout(200)
-def test_same_eigenpairs_as_inline() -> None:
-    for results in run_both(1, 1, compare, [("single", REPLAY)], timeout=150):
-        for found in results:
-            check(found)
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "soap": {"base": "soap", "soap": {"precondition_frequency": 2}},
     "sgd": {"base": "sgd", "lr": 0.05},
