@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -325,29 +324,21 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         On replicated hosts a rank owns a slice of a parameter; state loaded for the whole parameter is cut here.
         """
         assert self._host is not None
-        keys = self._host.keys()
         if isinstance(self._base, SoapOptimizer):
             self._link_soap(self._base, self._host)
         else:
-            self._link_shards(self._host, keys)
+            self._link_shards(self._host, self._host.keys())
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
-            found = self._loaded[1]
-            self._restore({i: self._absorb_rows(i, found.get(id(key), {})) for i, key in enumerate(keys)})
-
-    def _absorb_rows(self, index: int, rows: dict[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's part of loaded eigenvectors; those of another shape are left out."""
-        assert self._host is not None
-        mine = {}
-        for i, row in rows.items():
-            with contextlib.suppress(ValueError):
-                mine[i] = self._host.absorb(index, row)
-        return mine
+            record, found = self._loaded
+            wanted = min(int(record.kept), self.config.num_eigenvectors)
+            self._restore(self._host.absorb_rows(found, wanted, self._space.dtype(self._base.dtype)))
 
     def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
         """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only names."""
         if self._relink and not host.state_outside:
-            if any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values()):
+            found = any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values())
+            if not host.agreement.agree(not found):  # a rank may hold a part of no parameter, or have no parameter
                 base.load(self.state)
             self.state.clear()
             self.state.update({p: {} for p in iter_params(self.param_groups)})

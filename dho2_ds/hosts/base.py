@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class Host(ABC):
     layouts: Sequence[Layout]
     reducer: Reducer
     shards: list[Shard]
+
+    homes: Mapping[str, int] | None = None
+    """{parameter: the rank whose optimizer steps on it}, where the engine itself gives whole parameters to ranks."""
 
     state_outside = False
     """True when the eigenbasis is checkpointed beside the optimizer's state dict (DeepSpeed), not in it."""
@@ -94,7 +97,7 @@ class Host(ABC):
         Args:
             parts: one tensor per shard, of its numel, local.
         """
-        return [(key, _shaped(flat_view(part), key)) for key, part in zip(self.keys(), parts, strict=True)]
+        return [(key, shaped(flat_view(part), key)) for key, part in zip(self.keys(), parts, strict=True)]
 
     def expose_scalars(self, values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """One 0-d tensor per shard as state entries; a collective where :meth:`expose` is one."""
@@ -121,9 +124,36 @@ class Host(ABC):
             )
         return value
 
+    def absorb_rows(
+        self, found: Mapping[int, Mapping[int, Tensor]], count: int, dtype: torch.dtype
+    ) -> dict[int, dict[int, Tensor]]:
+        """This rank's parts of ``count`` loaded vectors; entries of another shape are left out. Collective where
+        :meth:`expose` is.
+
+        Args:
+            found: {id of a key: {row: state entry}}. dtype: in which they are kept.
+
+        Returns:
+            {index of a shard: {row: its part, any shape of its numel}}.
+        """
+        mine: dict[int, dict[int, Tensor]] = {}
+        for index, key in enumerate(self.keys()):
+            mine[index] = {}
+            for row, value in found.get(id(key), {}).items():
+                with contextlib.suppress(ValueError):
+                    mine[index][row] = self.absorb(index, value)
+        return mine
+
     def named_keys(self) -> dict[str, Tensor]:
         """{parameter name: its tensor in the param groups}, of all parameters; empty where ranks hold parts of them."""
         return {}
+
+    def shard_names(self) -> list[tuple[str, ...]]:
+        """Per shard: the parameters that its state entry is of, also those of which this rank holds nothing."""
+        return [
+            tuple(s.name for s in self.layout.segments if shard.offset <= s.offset < shard.offset + shard.numel)
+            for shard in self.shards
+        ]
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
         """False when the param groups hold other tensors than this host was built for, so it must be built anew."""
@@ -183,7 +213,7 @@ class Host(ABC):
         """An operator on a retained graph of ``losses``; inside :meth:`evaluation`."""
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
     """A flat tensor in storage order as a view with the shape and strides of ``like``."""
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
