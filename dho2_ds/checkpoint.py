@@ -2,6 +2,8 @@
 
 The base state is exactly torch's, so checkpoints of AdamW, Adam or SGD and of DHO2 can be exchanged. On top of it:
 
+- with base ``soap``, whose state no other optimizer has, every parameter's state is ``soap_0`` ... (see
+  :mod:`dho2_ds.soap_state`);
 - every parameter's state gets ``eigenvector_0 .. eigenvector_{k-1}``, shaped like the parameter. That is the one form
   which torch.distributed.checkpoint reshards between DDP, FSDP1 and FSDP2 and over any two world sizes;
 - param group 0 gets ``dho2_counters``, ``dho2_eigenvalues`` and ``dho2_velocity``, small float64 tensors, equal on all
@@ -25,7 +27,7 @@ from dho2_ds.base import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, torch_optimizer
 from dho2_ds.config import ConfigError
 
 COUNTERS, EIGENVALUES, VELOCITY, GROUPS = "dho2_counters", "dho2_eigenvalues", "dho2_velocity", "dho2_groups"
-ROW = "eigenvector_"
+ROW, SOAP = "eigenvector_", "soap_"
 _RULES, _BASES = ("adaptive", "fosi"), ("adamw", "adam", "sgd", "soap")
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
@@ -142,12 +144,12 @@ def strip(group: dict[str, Any], keep: set[str]) -> None:
 
 
 def normalise(mine: dict[str, Any], saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Undo what torch's ``load_state_dict`` did to one parameter's eigenvectors: it casts to the parameter's dtype.
+    """Undo what torch's ``load_state_dict`` did to one parameter's entries of ours: it casts to the parameter's dtype.
 
     Other Adams keep their step count as an int, or in the param group.
     """
     for name, value in saved.items():
-        if isinstance(name, str) and name.startswith(ROW) and isinstance(value, Tensor):
+        if isinstance(name, str) and name.startswith((ROW, SOAP)) and isinstance(value, Tensor):
             mine[name] = value.to(device=mine[name].device)
     step = mine.get(STEP, group.get(STEP) if EXP_AVG in mine else None)
     if step is not None and not isinstance(step, Tensor):

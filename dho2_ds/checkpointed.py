@@ -282,7 +282,8 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     def consolidate(self) -> None:
         """Keep a state dict for whoever asks on one rank only, until :meth:`release`. Collective."""
-        if self._host is not None and self._host.gathers:
+        host = self._host
+        if host is not None and (host.gathers or (self.config.base == "soap" and not host.state_outside)):
             self._consolidated = self.state_dict()
 
     def release(self) -> None:

@@ -97,7 +97,7 @@ class Host(ABC):
         Args:
             parts: one tensor per shard, of its numel, local.
         """
-        return [(key, shaped(flat_view(part), key)) for key, part in zip(self.keys(), parts, strict=True)]
+        return [(key, _shaped(flat_view(part), key)) for key, part in zip(self.keys(), parts, strict=True)]
 
     def expose_scalars(self, values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """One 0-d tensor per shard as state entries; a collective where :meth:`expose` is one."""
@@ -147,13 +147,6 @@ class Host(ABC):
     def named_keys(self) -> dict[str, Tensor]:
         """{parameter name: its tensor in the param groups}, of all parameters; empty where ranks hold parts of them."""
         return {}
-
-    def shard_names(self) -> list[tuple[str, ...]]:
-        """Per shard: the parameters that its state entry is of, also those of which this rank holds nothing."""
-        return [
-            tuple(s.name for s in self.layout.segments if shard.offset <= s.offset < shard.offset + shard.numel)
-            for shard in self.shards
-        ]
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
         """False when the param groups hold other tensors than this host was built for, so it must be built anew."""
@@ -213,7 +206,7 @@ class Host(ABC):
         """An operator on a retained graph of ``losses``; inside :meth:`evaluation`."""
 
 
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     """A flat tensor in storage order as a view with the shape and strides of ``like``."""
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 

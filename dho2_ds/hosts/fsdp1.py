@@ -127,7 +127,6 @@ class FSDP1Host(ShardedModelHost):
         # nothing at all keeps one empty shard, which says where it computes and in which precision.
         mine = [entry for entry in managed if entry[0].numel()] or managed[:1]
         self._params = [p for p, _, _ in mine]
-        self._shown = [where for _, where, _ in mine]
         self.shards = consecutive([p.detach() for p in self._params], [index for _, _, index in mine])
         if sum(shard.numel for shard in self.shards) != self.layout.numel:
             raise RuntimeError("FSDP1 shards do not add up to their layout; this torch release lays them out otherwise")
@@ -154,9 +153,6 @@ class FSDP1Host(ShardedModelHost):
         return concatenate(parts)
 
     # -- state ----------------------------------------------------------------------------------------------------
-
-    def shard_names(self) -> list[tuple[str, ...]]:
-        return [unit.names if index is None else (unit.names[index],) for unit, index in self._shown]
 
     def keys(self) -> list[Tensor]:
         return list(self._params)

@@ -117,9 +117,6 @@ class FSDP2Host(ShardedModelHost):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def shard_names(self) -> list[tuple[str, ...]]:
-        return [(name,) for name in self._names]
-
     def keys(self) -> list[Tensor]:
         return list(self._params)
 

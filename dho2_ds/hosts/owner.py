@@ -98,7 +98,7 @@ class OwnerHost(Host):
 
     def meet(self, what: str) -> None:
         """State entries are laid out like the engine's shards, so showing them moves what blocks hold."""
-        if self._leave.moves and not self.state_outside:
+        if self.reducer.world_size > 1 and not self.state_outside:
             meet(self.reducer.group, what)
         else:
             self.inner.meet(what)

@@ -108,7 +108,7 @@ class Route:
         wire: device that messages travel on; None: where the vectors are.
 
     Attributes:
-        sent: elements that leave this rank at each call. moves: whether any leave any rank, the same on all.
+        sent: elements that leave this rank at each call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Route:
     ) -> None:
         self._group, self._numel, self._wire = group, numel, wire
         self._kept = [p for p in pieces if p.source == p.target == rank]
-        self.moves = any(p.source != p.target for p in pieces)
+        self._moves = any(p.source != p.target for p in pieces)  # the same on every rank
         world = dist.get_world_size(group) if group is not None else 1
         leaving: list[list[Piece]] = [[] for _ in range(world)]
         arriving: list[list[Piece]] = [[] for _ in range(world)]
@@ -146,7 +146,7 @@ class Route:
         out = local.new_zeros(self._numel)
         for p in self._kept:
             _runs(out, p, p.target_offset, p.target_stride).copy_(_runs(local, p, p.source_offset, p.source_stride))
-        if not self.moves:
+        if not self._moves:
             return out
         parts = [_runs(local, p, p.source_offset, p.source_stride).reshape(-1) for p in self._leaving]
         message = torch.cat(parts) if parts else local.new_empty(0)
