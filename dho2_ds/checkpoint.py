@@ -27,6 +27,7 @@ from dho2_ds.base import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, torch_optimizer
 from dho2_ds.config import ConfigError
 
 COUNTERS, EIGENVALUES, VELOCITY, GROUPS = "dho2_counters", "dho2_eigenvalues", "dho2_velocity", "dho2_groups"
+SOAP_SUM = "dho2_soap_sum"  # which files beside a DeepSpeed checkpoint hold its soap state
 ROW, SOAP = "eigenvector_", "soap_"
 _RULES, _BASES = ("adaptive", "fosi"), ("adamw", "adam", "sgd", "soap")
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "dampening": 0}
@@ -138,7 +139,7 @@ def strip(group: dict[str, Any], keep: set[str]) -> None:
     """Remove from a loaded param group what is not a hyper-parameter of ours: the entries of this module, and
     implementation flags (fused, foreach, ...) of the optimizer that wrote the checkpoint."""
     flags = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "bias_correction")
-    for key in (COUNTERS, EIGENVALUES, VELOCITY, GROUPS, *flags, *_UNSUPPORTED):
+    for key in (COUNTERS, EIGENVALUES, VELOCITY, GROUPS, SOAP_SUM, *flags, *_UNSUPPORTED):
         if key not in keep:
             group.pop(key, None)
 

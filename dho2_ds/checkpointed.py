@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dho2_ds.base import STEP, BaseOptimizer, init_state
+from dho2_ds.base import EXP_AVG, EXP_AVG_SQ, STEP, BaseOptimizer, init_state
 from dho2_ds.checkpoint import (
     COUNTERS,
     GROUPS,
     ROW,
+    SOAP_SUM,
     Record,
     check_groups,
     normalise,
@@ -40,6 +41,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         _base_state: {shard tensor: base state}; the dictionaries are those in ``self.state``.
         _relink: state or shards were replaced: link them before the next use. _stateful: there is state to save.
         _loaded: the record and the eigenvectors of a checkpoint that wait for a host.
+        _soap_sum: sum over the state of the base ``soap`` when it was last saved or loaded in files of its own.
     """
 
     config: DHO2Config
@@ -57,6 +59,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     _loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None
     _consolidated: dict[str, Any] | None
     _captured: Tensor | None
+    _soap_sum: float = 0.0
 
     @property
     def uses_host(self) -> bool:
@@ -93,6 +96,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         if self._host is not None and self._host.state_outside:
             # DeepSpeed's universal loader for ZeRO-3 gives every group the first one's hyper-parameters.
             first[GROUPS] = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+            if isinstance(self._base, SoapOptimizer):
+                first[SOAP_SUM] = torch.tensor(self._soap_sum, dtype=torch.float64)
+                params = enumerate(iter_params(self.param_groups))
+                packed["state"] = {i: _placeholder(p, self._step) for i, p in params}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,6 +135,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         had_curvature = COUNTERS in self.param_groups[0] or any(rows.values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
+        self._soap_sum = float(self.param_groups[0].pop(SOAP_SUM, 0.0))
         for group, saved in zip(self.param_groups, hyper, strict=False):
             group.update(saved)
         for group in self.param_groups:
@@ -174,7 +182,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """Let ``write`` keep this rank's state of the base ``soap``; nothing to do for torch's. Collective."""
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None:
-            record, state = Record(kept=1, born=self._step), base.pack()[None]
+            state = base.pack()[None]
+            self._soap_sum = float(host.reducer.sum_(state.double().sum().view(1)))
+            record = self._soap_record()
             self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
 
     def load_base(self, read: Callable[..., Tensor]) -> None:
@@ -186,9 +196,13 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None and self._step:
-            layout, record = base.state_layouts[host.reducer.rank], Record(kept=1, born=self._step)
+            layout, record = base.state_layouts[host.reducer.rank], self._soap_record()
             self._together(lambda: base.buffer.copy_(read(layout, base.state_sizes, record)[0]))
             base.unpack()
+
+    def _soap_record(self) -> Record:
+        """By which the files of a save are told from another run's in the same folder."""
+        return Record(kept=1, born=self._step, eigenvalues=[self._soap_sum])
 
     def _together(self, call: Callable[[], object]) -> None:
         """Call, and raise on every rank if one of them raised."""
@@ -337,7 +351,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
         """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only names."""
-        if self._relink and not host.state_outside:
+        if self._relink and host.state_outside:
+            self.state.clear()  # placeholders
+        elif self._relink:
             found = any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values())
             if not host.agreement.agree(not found):  # a rank may hold a part of no parameter, or have no parameter
                 base.load(self.state)
@@ -369,3 +385,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         if self.config.fused is not None:
             return self.config.fused
         return all(s.param.is_floating_point() and s.param.device.type in ("cpu", "cuda") for s in host.shards)
+
+
+def _placeholder(param: Tensor, step: int) -> dict[str, Tensor]:
+    """What DeepSpeed's universal converter insists on, or it leaves the weights out too; zeros without memory."""
+    zeros = torch.zeros(1).expand(param.numel())
+    return {STEP: torch.tensor(float(step)), EXP_AVG: zeros, EXP_AVG_SQ: zeros}

@@ -76,6 +76,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         universal = engine.load_universal_checkpoint()
         if universal:
             owner.adopt()  # this loader writes into param groups and state itself
+            if owner.config.base == "soap":
+                _forget_placeholders(engine)
         if not owner.attached:
             from dho2_ds.attaching import attach  # built on the optimizer, which imports this module
 
@@ -88,6 +90,13 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checkpoint
+
+
+def _forget_placeholders(engine: Any) -> None:
+    """The base ``soap`` has no state like Adam's; what the universal loader made of its placeholders is let go."""
+    for param in engine.module.parameters():
+        if getattr(param, "_hp_mapping", None) is not None:
+            param._hp_mapping.optim_fragment = {}
 
 
 def _owner(engine: Any) -> Any:

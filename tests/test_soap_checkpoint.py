@@ -48,9 +48,9 @@ class Job(NamedTuple):
     flat: bool = False
 
 
-def state(run: Any) -> dict[str, Tensor]:
+def state(optimizer: Any) -> dict[str, Tensor]:
     """Every element this rank owns of base state and eigenvectors, by block."""
-    base, space = run.inner._base, run.inner._space
+    base, space = optimizer._base, optimizer._space
     layout, buffer = base.state_layouts[base._host.reducer.rank], base.pack()
     found = {s.name: buffer[s.offset : s.offset + s.length].clone() for s in layout.segments}
     if space.basis is not None:
@@ -70,7 +70,7 @@ def worker(rank: int, world: int, folder: str, jobs: list[Job], one_group: bool 
         else:
             run.train(job.at)
             save(run, path, options)
-        before = {"state": state(run), "weights": run.weights()}
+        before = {"state": state(run.inner), "weights": run.weights()}
         losses = run.train(AFTER)
         stats = run.inner.curvature_stats()
         after = {"losses": losses, "later": run.weights(), "eigenvalues": stats["eigenvalues"], "age": stats["age"]}
@@ -215,7 +215,7 @@ def consolidated_worker(rank: int, world: int) -> dict[str, Any]:
     other.optimizer.load_state_dict(box[0])
     other.step_count = 8
     again = other.train(8)
-    return {"ddp": plain, "losses": losses, "again": again, "sent": run.inner._host.sent, "held": state(run)}
+    return {"ddp": plain, "losses": losses, "again": again, "sent": run.inner._host.sent, "held": state(run.inner)}
 
 
 def test_zero_redundancy_optimizer(two: Two) -> None:
