@@ -221,6 +221,7 @@ def test_rank_deficient_gradients_do_not_move_the_null_space() -> None:
     generator = torch.Generator().manual_seed(0)
     span = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
     target = torch.randn(8, 5, generator=generator)
+    torch.manual_seed(0)
     model = nn.Linear(8, 5, bias=False)
     before = model.weight.detach().clone()
 
@@ -236,6 +237,7 @@ def test_rank_deficient_gradients_do_not_move_the_null_space() -> None:
 
 
 def test_zero_gradients_move_nothing_and_training_goes_on() -> None:
+    torch.manual_seed(0)
     model = nn.Linear(6, 4)
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
@@ -279,6 +281,33 @@ def test_odd_shapes_tied_weights_and_unused_matrices() -> None:
     assert losses[-1] < 0.5 * losses[0]
     assert all(torch.equal(p, q) for p, q in zip(model.never.parameters(), never, strict=True))
     assert model.out.weight is model.embedding.weight
+
+
+class Words(nn.Module):
+    """An embedding of 40 words of which a step sees the first ten only, and from step 20 on also word 33."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = nn.Embedding(40, 6), nn.Linear(6, 5)
+
+    def forward(self, step: int) -> Tensor:
+        tokens = torch.randint(10, (24,), generator=torch.Generator().manual_seed(step % 4))
+        if step >= 20:
+            tokens[::3] = 33
+        return F.cross_entropy(self.out(torch.tanh(self.embedding(tokens))), tokens % 5)
+
+
+def test_blocks_of_words_that_never_come_stay_and_start_when_they_come() -> None:
+    """Five blocks of eight rows: two are touched from the start, one from step 20 on, two never."""
+    model = Words()
+    before = model.embedding.weight.detach().clone()
+    soap = {"max_block": 8}
+    train(model, lambda m, step: m(step), steps=20, weight_decay=0.0, soap=soap)
+    assert torch.equal(model.embedding.weight[16:], before[16:])
+    losses = train(model, lambda m, step: m(step), steps=60, weight_decay=0.0, soap=soap)
+    moved = (model.embedding.weight.detach() - before).norm(dim=1)
+    assert not moved[16:32].any() and not moved[34:].any() and moved[33] > 0.1 and losses[-1] < 0.5 * losses[20]
 
 
 class Permuted(nn.Module):

@@ -17,7 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import dho2_ds
@@ -119,6 +124,7 @@ def quick_worker(rank: int, world: int, folder: str, jobs: list[Job]) -> dict[st
     return {
         "runs": worker(rank, world, folder, jobs),
         "entries": entries_worker(rank, world),
+        "lonely": lonely_worker(rank, world),
         "consolidated": consolidated_worker(rank, world),
         "foreign": foreign_worker(rank, world, folder),
     }
@@ -132,6 +138,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     jobs = [
         Job(kind, name_of(kind, at), at, flat=kind == "fsdp2" and at == last) for kind in phases for at in phases[kind]
     ]
+    jobs.append(Job("fsdp2+attention", "attention", last))  # frozen, tied, never used, one element
     jobs += [job._replace(load=True) for job in jobs]
     for source, kind in MOVES:
         jobs.append(Job(kind, source if source == "alone" else name_of(source, last), last, load=True))
@@ -147,7 +154,7 @@ def test_resume_and_moves_between_engines(two: Two) -> None:
     saved = {job.name: found for job, found in zip(jobs, results, strict=True) if not job.load} | {"alone": alone}
     assert any(name.endswith("/rows") for name in alone["state"])
     loaded = [(job, found) for job, found in zip(jobs, results, strict=True) if job.load]
-    assert len(loaded) == 5 + len(MOVES)
+    assert len(loaded) == 6 + len(MOVES)
     for job, found in loaded:
         check(saved[job.name], found, exact=job.kind == kinds[job.name], what=job)
 
@@ -159,6 +166,41 @@ def test_one_process_goes_on_from_two_ranks(two: Two) -> None:
     saved = merge([result["runs"] for result in ranks])[index]
     found = worker(0, 1, folder, [Job("ddp", name_of("fsdp2", last), last, load=True, flat=True)])[0]
     check(saved, found, exact=False, what="2 -> 1")
+
+
+def lonely_worker(rank: int, world: int) -> tuple[int, bool]:
+    """One matrix on two ranks: this rank's blocks; does a whole state dict on rank 0 continue it bit for bit?"""
+
+    def build() -> tuple[torch.nn.Module, dho2_ds.DHO2]:
+        torch.manual_seed(0)
+        module = fully_shard(torch.nn.Linear(5, 3, bias=False))
+        curvature = {"warmup_steps": 3, "interval": 5}
+        optimizer = dho2_ds.DHO2(module.parameters(), base="soap", lr=0.05, num_eigenvectors=2, curvature=curvature)
+        dho2_ds.attach(module, optimizer, loss_fn=lambda m, batch: m(batch).square().mean(), data=[x])
+        return module, optimizer
+
+    def train(module: torch.nn.Module, optimizer: dho2_ds.DHO2, steps: int) -> Tensor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+        return fsdp_engines.full(module.weight.detach()).clone()
+
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+    (module, optimizer), (other, resumed) = build(), build()
+    train(module, optimizer, 6)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, saved = copy.deepcopy(get_state_dict(module, optimizer, options=whole))
+    straight = train(module, optimizer, 6)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, weights, options=spread)
+    set_optimizer_state_dict(other, resumed, saved, options=spread)
+    assert optimizer.curvature_stats()["refreshes"] == 2
+    return len(optimizer._host.owned), torch.equal(train(other, resumed, 6), straight)
+
+
+def test_a_rank_without_a_block_resumes(two: Two) -> None:
+    assert sorted(result["lonely"] for result in two[2]) == [(0, True), (1, True)]
 
 
 def entries_worker(rank: int, world: int) -> dict[str, int]:
