@@ -41,7 +41,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         _base_state: {shard tensor: base state}; the dictionaries are those in ``self.state``.
         _relink: state or shards were replaced: link them before the next use. _stateful: there is state to save.
         _loaded: the record and the eigenvectors of a checkpoint that wait for a host.
-        _soap_sum: sum over the state of the base ``soap`` when it was last saved or loaded in files of its own.
+        _soap_sum: [sum over the state of the base ``soap``] when it was last saved or loaded in files of its own.
     """
 
     config: DHO2Config
@@ -59,7 +59,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     _loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None
     _consolidated: dict[str, Any] | None
     _captured: Tensor | None
-    _soap_sum: float = 0.0
+    _soap_sum: list[float]
 
     @property
     def uses_host(self) -> bool:
@@ -135,7 +135,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         had_curvature = COUNTERS in self.param_groups[0] or any(rows.values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
-        self._soap_sum = float(self.param_groups[0].pop(SOAP_SUM, 0.0))
+        self._soap_sum = self.param_groups[0].pop(SOAP_SUM, torch.empty(0)).tolist()
         for group, saved in zip(self.param_groups, hyper, strict=False):
             group.update(saved)
         for group in self.param_groups:
@@ -183,7 +183,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None:
             state = base.pack()[None]
-            self._soap_sum = float(host.reducer.sum_(state.double().sum().view(1)))
+            self._soap_sum = host.reducer.sum_(state.double().sum().view(1)).tolist()
             record = self._soap_record()
             self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
 
@@ -202,7 +202,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     def _soap_record(self) -> Record:
         """By which the files of a save are told from another run's in the same folder."""
-        return Record(kept=1, born=self._step, eigenvalues=[self._soap_sum])
+        return Record(kept=1, born=self._step, eigenvalues=self._soap_sum)
 
     def _together(self, call: Callable[[], object]) -> None:
         """Call, and raise on every rank if one of them raised."""
