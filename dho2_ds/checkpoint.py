@@ -173,3 +173,10 @@ def take_rows(mine: dict[str, Any]) -> dict[int, Tensor]:
         if suffix.isdigit() and isinstance(value, Tensor):
             rows[int(suffix)] = value
     return rows
+
+
+def adam_placeholder(numel: int, step: int) -> dict[str, Tensor]:
+    """Entries that DeepSpeed's universal converter insists on, or it leaves the weights out too: (numel,) zeros that
+    take no memory, for a base that has no such state."""
+    zeros = torch.zeros(1).expand(numel)
+    return {STEP: torch.tensor(float(step)), EXP_AVG: zeros, EXP_AVG_SQ: zeros}

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dho2_ds.base import EXP_AVG, EXP_AVG_SQ, STEP, BaseOptimizer, init_state
+from dho2_ds.base import STEP, BaseOptimizer, init_state
 from dho2_ds.checkpoint import (
     COUNTERS,
     GROUPS,
     ROW,
     SOAP_SUM,
     Record,
+    adam_placeholder,
     check_groups,
     normalise,
     reserve_rows,
@@ -72,7 +73,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         Every entry is shaped like its parameter, so torch.save, FSDP's and torch.distributed.checkpoint's functions
         work as on torch's optimizers. Under ``DistributedDataParallel`` each rank owns a slice of the state: there
         this is a **collective** that gives every rank all of it ((k + 2) n numbers), so call it on every rank and save
-        on one. Under DeepSpeed use ``engine.save_checkpoint``, which keeps the eigenbasis in files beside.
+        on one. With base ``soap`` it is a collective on every engine: one all-to-all of the state, which a rank then
+        holds once more, 1/P of it on each of P ranks except under DDP. Under DeepSpeed use ``engine.save_checkpoint``,
+        which keeps the eigenbasis in files beside.
 
         Raises:
             RuntimeError: another rank did not call it within a minute.
@@ -99,7 +102,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             if isinstance(self._base, SoapOptimizer):
                 first[SOAP_SUM] = torch.tensor(self._soap_sum, dtype=torch.float64)
                 params = enumerate(iter_params(self.param_groups))
-                packed["state"] = {i: _placeholder(p, self._step) for i, p in params}
+                packed["state"] = {i: adam_placeholder(p.numel(), self._step) for i, p in params}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -385,9 +388,3 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         if self.config.fused is not None:
             return self.config.fused
         return all(s.param.is_floating_point() and s.param.device.type in ("cpu", "cuda") for s in host.shards)
-
-
-def _placeholder(param: Tensor, step: int) -> dict[str, Tensor]:
-    """What DeepSpeed's universal converter insists on, or it leaves the weights out too; zeros without memory."""
-    zeros = torch.zeros(1).expand(param.numel())
-    return {STEP: torch.tensor(float(step)), EXP_AVG: zeros, EXP_AVG_SQ: zeros}

@@ -1,6 +1,7 @@
 """DeepSpeed's ``engine.save_checkpoint`` and ``engine.load_checkpoint`` carry the eigenbasis, with no further call.
 
-The base ``soap`` has its state whole in the same form, by block, in ``<tag>/dho2_soap/``.
+The base ``soap`` has its state whole in the same form, by block, in ``<tag>/dho2_soap/``; what its converted universal
+checkpoint says of Adam's state is zeros (:func:`dho2_ds.checkpoint.adam_placeholder`).
 
 The optimizer's state in DeepSpeed's files stays exactly AdamW's, so ``ds_to_universal``, ``zero_to_fp32`` and a return
 to AdamW work. The eigenvectors lie beside, in ``<tag>/dho2_eigenbasis/``: ``index.pt`` says which rank's file holds
