@@ -376,7 +376,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             if self._relink:
                 for name, value in mine.items():
                     if isinstance(value, Tensor) and name != STEP:
-                        mine[name] = host.absorb(index, value)
+                        value = host.absorb(index, value)
+                        if value.stride() != shard.param.stride():  # torch's fused kernels go by storage order
+                            value = torch.empty_like(shard.param, dtype=value.dtype).copy_(value)
+                        mine[name] = value
             if self._relink or not mine:
                 fused = self._fused_for(host)
                 init_state(self.config.base, shard.param, mine, fused=fused, momentum=self._momentum)

@@ -155,7 +155,7 @@ class SoapEntries:
                 names = {s.name for s in self._inner.layout.segments if 0 <= s.offset - shard.offset < shard.numel}
                 raise _foreign(", ".join(sorted(names)) or "a parameter")
             for row, value in rows.items():
-                local[row, shard.offset : shard.offset + shard.numel].copy_(value.reshape(-1))
+                local[row, shard.offset : shard.offset + shard.numel].copy_(value)
         return local.view(-1)
 
     def _check(self, buffer: Tensor) -> None:

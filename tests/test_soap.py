@@ -338,6 +338,39 @@ def test_channels_last_convolutions_are_matrices_in_storage_order() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < 0.5 * losses[0][0]
 
 
+@pytest.mark.parametrize("base", ["soap", "adamw"])
+def test_channels_last_resumes_bit_exactly(base: str) -> None:
+    """State and eigenvectors go back in storage order, from tensors of either memory format."""
+    x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def run(saved: Any, steps: int) -> tuple[list[float], nn.Module, dho2_ds.DHO2]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+        chosen = {"warmup_steps": 3, "interval": 100, "lanczos_steps": 12}
+        optimizer = dho2_ds.DHO2(model.parameters(), base=base, lr=1e-2, num_eigenvectors=2, curvature=chosen)
+        dho2_ds.attach(model, optimizer, loss_fn=lambda m, b: (m(b) - 1).square().mean(), data=[x])
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    straight, _, _ = run(None, 10)
+    _, model, optimizer = run(None, 5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert run(saved, 5)[0] == straight[5:]
+    for mine in saved[1]["state"].values():
+        for name, value in mine.items():
+            mine[name] = value.contiguous()
+    assert run(saved, 5)[0] == straight[5:]
+
+
 @pytest.mark.parametrize("stop", [1, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 7, 11, 20))])
 def test_resume_is_bit_exact(stop: int) -> None:
     """At every phase: before the first step, with factors only, before and after a turn of the bases, with a basis."""

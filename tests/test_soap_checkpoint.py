@@ -116,7 +116,7 @@ def name_of(kind: str, at: int) -> str:
 Two = tuple[str, dict[str, Any], list[dict[str, Any]], list[Job]]
 """Folder, what one process saved, the results of two ranks, and what these did in which order."""
 
-MOVES = [("alone", "fsdp2"), ("fsdp1:orig", "ddp"), ("ddp", "fsdp2"), ("ddp", "fsdp1:orig")]
+MOVES = [("alone", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2"), ("ddp", "fsdp1:orig"), ("fsdp1:orig", "fsdp2")]
 """(what saved, what goes on)"""
 
 

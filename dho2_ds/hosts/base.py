@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard, flat_view, local_vector
+from dho2_ds.shards import Shard, flat_like, flat_view, local_vector
 
 Loss = Callable[[nn.Module], Tensor]
 """``loss(model)``: the scalar training loss of one curvature batch, computed by calling ``model``."""
@@ -134,14 +134,14 @@ class Host(ABC):
             found: {id of a key: {row: state entry}}. dtype: in which they are kept.
 
         Returns:
-            {index of a shard: {row: its part, any shape of its numel}}.
+            {index of a shard: {row: its part, 1-D in storage order}}.
         """
         mine: dict[int, dict[int, Tensor]] = {}
         for index, key in enumerate(self.keys()):
             mine[index] = {}
             for row, value in found.get(id(key), {}).items():
                 with contextlib.suppress(ValueError):
-                    mine[index][row] = self.absorb(index, value)
+                    mine[index][row] = flat_like(self.absorb(index, value), self.shards[index].param)
         return mine
 
     def named_keys(self) -> dict[str, Tensor]:
