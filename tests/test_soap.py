@@ -351,7 +351,7 @@ def test_channels_last_resumes_bit_exactly(base: str) -> None:
         dho2_ds.attach(model, optimizer, loss_fn=lambda m, b: (m(b) - 1).square().mean(), data=[x])
         if saved is not None:
             model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))  # loaded tensors are used, not copied
         losses = []
         for _ in range(steps):
             optimizer.zero_grad()
