@@ -141,7 +141,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     jobs.append(Job("fsdp2+attention", "attention", last))  # frozen, tied, never used, one element
     jobs += [job._replace(load=True) for job in jobs]
     for source, kind in MOVES:
-        jobs.append(Job(kind, source if source == "alone" else name_of(source, last), last, load=True))
+        name = source if source == "alone" else name_of(source, last)
+        jobs.append(Job(kind, name, last, load=True, flat=source == "fsdp2"))  # as it was saved
     return folder, alone, run_ranks(2, quick_worker, folder, jobs, timeout=200), jobs
 
 
