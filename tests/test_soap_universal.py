@@ -57,7 +57,8 @@ def check(saved: list[list[dict[str, Any]]], loaded: list[list[dict[str, Any]]],
         assert got["state"].keys() == want["state"].keys() and any(name.endswith("/rows") for name in want["state"])
         for name, value in want["state"].items():
             assert torch.equal(got["state"][name], value), (label, name)
-        assert not got["warnings"], (label, got["warnings"])
+        # nine blocks are not balanced over four ranks, which is said
+        assert all("lower soap.max_block" in text for text in got["warnings"]), (label, got["warnings"])
         for key in ("steps", "refreshes", "age", "eigenvalues"):
             assert got["stats"][key] == want["stats"][key], (label, key)
         tolerance = TOLERANCE["bf16" if "bf16" in kind else "fp32"]
