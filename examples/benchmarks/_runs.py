@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from _tasks import REVISION, TASKS, Data, Task, schedule
 from _trainers import Trainer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dho2_ds
 
 Record = dict[str, Any]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -135,8 +138,15 @@ def execute(run: Run, advance: Callable[[int, float], None] = lambda step, loss:
     }
 
 
+@cache
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    """Releases, and a hash of this package's own source, which changes between releases."""
+    assert dho2_ds.__file__ is not None
+    folder = Path(dho2_ds.__file__).parent
+    source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    releases = {name: importlib.metadata.version(name) for name in PACKAGES}
+    own = {"python": platform.python_version(), "dho2-ds source": hashlib.sha256(source).hexdigest()[:12]}
+    return {**own, **releases}
 
 
 def _machine() -> dict[str, Any]:

@@ -138,7 +138,7 @@ class HutchinsonTrainer(Trainer):
         self._step += 1
         self.clip_gradients()
         self.optimizers[0].step(hessian=diagonal)  # type: ignore[call-arg]
-        return float(loss)
+        return float(loss.item())
 
 
 class LineSearchTrainer(Trainer):
@@ -151,7 +151,8 @@ class LineSearchTrainer(Trainer):
         pass
 
     def step(self, batch: tuple[Tensor, ...]) -> float:
-        return float(self.optimizers[0].step(lambda: self._loss(batch)))  # type: ignore[arg-type]
+        loss: Tensor = self.optimizers[0].step(lambda: self._loss(batch))  # type: ignore[arg-type, assignment]
+        return loss.item()
 
     @torch.enable_grad()
     def _loss(self, batch: tuple[Tensor, ...]) -> Tensor:
