@@ -21,6 +21,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -78,12 +80,22 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**settings, **changes, **nested}
 
 
-def _make(runs: Any, store: Store, deadline: float = float("inf")) -> int:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DHO2's lines on its refreshes, which would tear the bar."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _make(runs: Iterable[Run], store: Store, deadline: float = float("inf")) -> int:
     """Make runs one after the other, with a bar each, until there are no more or the time is out."""
-    logging.disable(logging.WARNING)  # DHO2's lines on its refreshes would tear the bar; the records count them
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}")
     count = 0
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with _quiet(), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         for run in runs:
             if time.monotonic() > deadline:
                 break
