@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from _peers import PEERS, Peer
@@ -131,7 +132,7 @@ def table_of(task: Task, rows: list[Row], steps: int) -> str:
     return f"### {task.name}\n\n{task.title}; {steps} steps. {stated}\n\n{HEADER}\n" + "\n".join(lines) + "\n"
 
 
-def _draw_curves(axes: Axes, rows: list[Row], x: str, colors: dict[str, str]) -> None:
+def _draw_curves(axes: Axes, rows: list[Row], x: str, colors: dict[str, Any]) -> None:
     for row in rows:
         if row.chosen:
             middle = sorted(row.chosen, key=lambda r: (r["final"] is None, r["final"] or 0.0))[
@@ -141,7 +142,7 @@ def _draw_curves(axes: Axes, rows: list[Row], x: str, colors: dict[str, str]) ->
             axes.plot(curve[x], curve["value"], color=colors[row.peer.name], lw=1.4, label=row.peer.title)
 
 
-def _draw_rates(axes: Axes, rows: list[Row], colors: dict[str, str]) -> None:
+def _draw_rates(axes: Axes, rows: list[Row], colors: dict[str, Any]) -> None:
     """Final value over learning rate, the best of the variants; crosses on the upper edge: diverged."""
     for row in rows:
         finals: dict[float, float] = {}
@@ -157,8 +158,9 @@ def _draw_rates(axes: Axes, rows: list[Row], colors: dict[str, str]) -> None:
 
 def draw(task: Task, rows: list[Row], path: Path) -> None:
     """Curves over gradients and over processor time, and final values over learning rates."""
-    palette = plt.get_cmap("tab20").colors
-    colors = {name: palette[index] for index, name in enumerate(PEERS)}
+    palette = plt.get_cmap("tab20")
+    order = [*range(0, 20, 2), *range(1, 20, 2)]  # strong colours first, pale ones for the later peers
+    colors = {name: palette(order[index]) for index, name in enumerate(PEERS)}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained", sharey=True)
     _draw_curves(left, rows, "gradients", colors)
     _draw_curves(middle, rows, "cpu_s", colors)

@@ -48,7 +48,7 @@ class Trainer:
     def backward(self, batch: tuple[Tensor, ...]) -> float:
         """The loss of a batch; its gradients are left in `.grad`, clipped where the task says so."""
         self.model.zero_grad()
-        loss = self.model(*batch)
+        loss: Tensor = self.model(*batch)
         loss.backward()
         self._evaluations += 1
         self.clip_gradients()
@@ -137,7 +137,8 @@ class HutchinsonTrainer(Trainer):
         self._evaluations += 1
         self._step += 1
         self.clip_gradients()
-        self.optimizers[0].step(hessian=diagonal)  # type: ignore[call-arg]
+        optimizer: Any = self.optimizers[0]  # its step takes more than torch's
+        optimizer.step(hessian=diagonal)
         return float(loss.item())
 
 
@@ -151,8 +152,8 @@ class LineSearchTrainer(Trainer):
         pass
 
     def step(self, batch: tuple[Tensor, ...]) -> float:
-        loss: Tensor = self.optimizers[0].step(lambda: self._loss(batch))  # type: ignore[arg-type, assignment]
-        return loss.item()
+        lbfgs: Any = self.optimizers[0]  # its closure returns a tensor
+        return float(lbfgs.step(lambda: self._loss(batch)).item())
 
     @torch.enable_grad()
     def _loss(self, batch: tuple[Tensor, ...]) -> Tensor:
