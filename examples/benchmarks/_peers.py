@@ -31,7 +31,8 @@ Build = Callable[[nn.Module, Task, Settings], Trainer]
 
 ADAM_RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 SGD_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-HYBRID_RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+MUON_RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1)
+HYBRID_RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ PEERS = {
             "muon",
             "Muon + AdamW",
             _muon,
-            ADAM_RATES,
+            MUON_RATES,
             ({"momentum": 0.95}, {"momentum": 0.9}),
             first_order=True,
             refuses=_only_with_hidden_matrices,
