@@ -31,6 +31,9 @@ medians over the seeds that reach it, with least and largest. CPU s is the proce
 clock's, both without evaluations; the machine had other work, so wall s is noisy. State: the largest seen, in DHO2 and
 FOSI with the transient memory of a refresh. `lr reaching it`: the least and the largest learning rate of seed 0, any
 variant, that reach the target.
+
+A row again: `python examples/benchmarks/time_to_target.py run --task burgers --peer soap --lr 2e-2 --seeds 3`, with
+`--set 'betas=[0.9, 0.99]'` for what differs from the peer's usual variant (`list` shows names and variants).
 """
 
 
