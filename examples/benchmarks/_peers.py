@@ -40,8 +40,8 @@ class Peer:
     """One way to train.
 
     `variants` are merged into the settings, the first one is the usual one; `sized` gives settings that follow the
-    budget in steps. `first_order` marks those whose results set the target. `refuses(task, model)` is the reason why it
-    cannot be used, or "".
+    budget in steps. `first_order` marks those whose results set the target, `ours` DHO2. `refuses(task, model)` is the
+    reason why it cannot be used, or "".
     """
 
     name: str
@@ -51,6 +51,7 @@ class Peer:
     variants: tuple[Settings, ...] = ({},)
     sized: Callable[[Task, int], Settings] = lambda task, steps: {}
     first_order: bool = False
+    ours: bool = False
     refuses: Callable[[Task, nn.Module], str] = lambda task, model: ""
 
     def settings(self, task: Task, steps: int, lr: float, variant: Settings | None = None) -> Settings:
@@ -185,9 +186,17 @@ PEERS = {
             ADAM_RATES,
             ({"betas": [0.95, 0.95]}, {"betas": [0.9, 0.99]}),
         ),
-        Peer("dho2-soap", "DHO2 on SOAP", _hybrid, HYBRID_RATES, ({"base": "soap"},), _tuned_curvature),
-        Peer("dho2-default", "DHO2 on SOAP, defaults", _hybrid, (3e-3,), ({"base": "soap"},), _default_curvature),
-        Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, HYBRID_RATES, ({"base": "adamw"},), _tuned_curvature),
+        Peer("dho2-soap", "DHO2 on SOAP", _hybrid, HYBRID_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
+        Peer(
+            "dho2-default",
+            "DHO2 on SOAP, defaults",
+            _hybrid,
+            (3e-3,),
+            ({"base": "soap"},),
+            _default_curvature,
+            ours=True,
+        ),
+        Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, HYBRID_RATES, ({"base": "adamw"},), _tuned_curvature, ours=True),
         Peer("sgd", "SGD, momentum", _sgd, SGD_RATES, ({"momentum": 0.9}, {"momentum": 0.98}), first_order=True),
         Peer(
             "lbfgs",

@@ -22,6 +22,9 @@ TARGET_FRACTION = 0.7
 HEADER = """\
 | optimizer | lr | other settings | final: median | least to largest | steps to target | gradients | CPU s | wall s | run, CPU s | state, bytes per parameter | lr reaching it | trials | seeds |
 |:--|--:|:--|--:|:--|--:|--:|--:|--:|--:|--:|:--|--:|--:|"""  # noqa: E501
+END_HEADER = """\
+| optimizer | steps | gradients | CPU s | wall s |
+|:--|--:|--:|--:|--:|"""
 SHOWN = "betas", "momentum", "history_size", "graft_type", "damping"
 """Settings that the variants of peers differ in."""
 NOTES = f"""\
@@ -88,6 +91,17 @@ def _spread(values: list[float], form: str) -> str:
     return middle if len(values) == 1 else f"{middle} ({format(min(values), form)} to {format(max(values), form)})"
 
 
+def _spreads(costs: list[dict[str, float]], runs: int) -> list[str]:
+    """Steps, gradients and both times, over the runs that got there."""
+    cells = [
+        _spread([cost[name] for cost in costs], form)
+        for name, form in (("step", ",.0f"), ("gradients", ",.0f"), ("cpu_s", ".1f"), ("wall_s", ".1f"))
+    ]
+    if costs and len(costs) < runs:
+        cells[0] += f", {runs - len(costs)} missed"
+    return cells
+
+
 def _line(row: Row, target: float | None) -> str:
     peer, chosen = row.peer, row.chosen
     if not chosen:
@@ -99,13 +113,7 @@ def _line(row: Row, target: float | None) -> str:
     finals = [r["final"] for r in chosen if r["final"] is not None]
     costs = [cost for r in chosen if target is not None and (cost := cost_of(r, target))]
     reaching = sorted(r["settings"]["lr"] for r in row.tried if target is not None and cost_of(r, target))
-    missed = len(chosen) - len(costs)
-    spreads = [
-        _spread([cost[name] for cost in costs], form)
-        for name, form in (("step", ",.0f"), ("gradients", ",.0f"), ("cpu_s", ".1f"), ("wall_s", ".1f"))
-    ]
-    if costs and missed:
-        spreads[0] += f", {missed} missed"
+    spreads = _spreads(costs, len(chosen))
     cells = [
         peer.title,
         f"{settings['lr']:g}{'*' if edge else ''}",
@@ -132,7 +140,20 @@ def table_of(task: Task, rows: list[Row], steps: int) -> str:
     stated = f"Target {target[0]:.4g} ({target[1]})." if target else "No target yet: no first-order run is recorded."
     ordered = sorted(rows, key=lambda row: (row.final is None, row.final or 0.0))
     lines = [_line(row, target[0] if target else None) for row in ordered]
-    return f"### {task.name}\n\n{task.title}; {steps} steps. {stated}\n\n{HEADER}\n" + "\n".join(lines) + "\n"
+    first = f"### {task.name}\n\n{task.title}; {steps} steps. {stated}\n\n{HEADER}\n" + "\n".join(lines) + "\n"
+    return first + _table_of_peers_end(ordered)
+
+
+def _table_of_peers_end(ordered: list[Row]) -> str:
+    """The costs of what the best peer other than DHO2 has at its end, a harder target than the one by rule."""
+    peers = [row for row in ordered if not row.peer.ours and row.final is not None]
+    if not peers:
+        return ""
+    value = peers[0].final
+    assert value is not None
+    found = [(row, [cost for r in row.chosen if (cost := cost_of(r, value))]) for row in ordered]
+    lines = [f"| {' | '.join([row.peer.title, *_spreads(costs, len(row.chosen))])} |" for row, costs in found if costs]
+    return f"\nTo {value:.4g}, the final value of {peers[0].peer.title}:\n\n{END_HEADER}\n" + "\n".join(lines) + "\n"
 
 
 def _draw_curves(axes: Axes, rows: list[Row], x: str, colors: dict[str, Any]) -> None:
