@@ -2,12 +2,15 @@
 #   make demo      train the example on two processes and draw the result (ARGS='--steps 200' adds options)
 #   make test      lint, types and the quick tests;  make test-all adds the slow ones (ARGS='-k name' adds pytest options)
 #   make lint      lint and types;  make format  applies the formatter
-#   make bench     the benchmarks in examples/benchmarks, one after the other
+#   make bench     the cost of a step beside AdamW's
+#   make bench-sweep   optimizers on real tasks, as many runs as fit into MINUTES=30 (ARGS='--task burgers'); resumable
+#   make bench-report  tables and pictures of what bench-sweep has recorded;  make bench-smoke  both in short
 #   make clean     removes everything that the targets above made
 # PYTHON=/path/to/python3 chooses the interpreter of a new .venv.
 
 PYTHON ?= python3
 ARGS ?=
+MINUTES ?= 30
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.dho2-installed
@@ -31,7 +34,10 @@ LOCK = if command -v flock >/dev/null; then exec 9>.venv.lock; flock 9; fi
 ACCELERATOR = if [ -z "$$DS_ACCELERATOR" ] && ! $(PY) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; \
 	then export DS_ACCELERATOR=cpu; fi
 
-.PHONY: help install demo test test-all lint format bench clean
+TIME_TO_TARGET = $(PY) examples/benchmarks/time_to_target.py
+SMOKE := runs/bench-smoke
+
+.PHONY: help install demo test test-all lint format bench bench-sweep bench-report bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,7 +66,7 @@ demo: $(STAMP)
 test: lint
 	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 $(ARGS)
 
-test-all: lint
+test-all: lint bench-smoke
 	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 -m '' $(ARGS)
 
 lint: $(STAMP)
@@ -73,8 +79,19 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format
 
 bench: $(STAMP)
-	@$(ACCELERATOR); set -e; for script in examples/benchmarks/[!_]*.py; do \
-		echo "== $$script"; $(PY) "$$script" $(ARGS); done
+	@$(ACCELERATOR); $(PY) examples/benchmarks/step_cost.py $(ARGS)
+
+bench-sweep: $(STAMP)
+	@$(TIME_TO_TARGET) sweep --minutes $(MINUTES) $(ARGS)
+
+bench-report: $(STAMP)
+	@$(TIME_TO_TARGET) report $(ARGS)
+
+# The table task needs no fetch. Its records are thrown away first: a resumed sweep would check nothing.
+bench-smoke: $(STAMP)
+	@rm -rf $(SMOKE)
+	@$(TIME_TO_TARGET) sweep --task mlp --peer adamw --peer dho2-soap --trials 3 --seeds 2 --minutes 2 --results $(SMOKE)
+	@$(TIME_TO_TARGET) report --results $(SMOKE)
 
 clean:
 	rm -rf $(VENV) .venv.lock .torch_extensions .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
