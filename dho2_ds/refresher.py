@@ -65,7 +65,9 @@ class Refresher:
         self._config, self._space = config, space
         settings = config.curvature
         replay = None if settings.swaps is None else (born for born, _ in settings.swaps)
-        self._schedule = Schedule(settings.warmup_steps, settings.interval, replay)
+        # SOAP's first gradient makes its bases and moves no matrix: before the second it has no preconditioner there.
+        warmup = max(settings.warmup_steps, 2) if config.base == "soap" else settings.warmup_steps
+        self._schedule = Schedule(warmup, settings.interval, replay)
         self.dedicated = Dedicated(config) if settings.mode == "dedicated" else None
         self._wanted = False  # a job for curvature ranks, as soon as there are any that are free
         self._finite_difference: FiniteDifference | None = None

@@ -428,3 +428,20 @@ def test_attaching_again_keeps_the_state() -> None:
     dho2_ds.attach(again.module, again.optimizer)
     again.train(6)
     assert torch.equal(straight.weights(), again.weights())
+
+
+def test_the_first_refresh_waits_until_matrices_have_a_preconditioner() -> None:
+    """After one step only vectors have moved: eigenpairs of their part alone would govern all of the next steps."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = dho2_ds.DHO2(
+        model.parameters(), lr=1e-3, base="soap", num_eigenvectors=2, curvature={"warmup_steps": 0, "interval": 5}
+    )
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    dho2_ds.attach(model, optimizer, loss_fn=lambda m, batch: m(batch).square().mean(), data=[x])
+    due = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        due.append(optimizer.refresh_due)
+    assert due == [False, True, False, False]
