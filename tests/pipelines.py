@@ -30,7 +30,9 @@ def changed(settings: dict[str, Any], **curvature: Any) -> dict[str, Any]:
 def inline(settings: dict[str, Any]) -> dict[str, Any]:
     """The same settings in mode ``inline``."""
     found = copy.deepcopy(settings)
-    found["curvature"] = {k: v for k, v in found["curvature"].items() if k in ("warmup_steps", "interval", "lanczos_steps")}
+    found["curvature"] = {
+        k: v for k, v in found["curvature"].items() if k in ("warmup_steps", "interval", "lanczos_steps")
+    }
     return found
 
 

@@ -21,7 +21,7 @@ def compare(kind: str, rank: int, world: int, settings: dict[str, Any]) -> dict[
     assert optimizer.curvature_stats()["refreshes"] == 0
     run.train(1)
     ours, theirs = optimizer._space.basis, other._space.basis
-    overlap = optimizer._host.reducer.sum_((ours.vectors @ optimizer._host.dual(theirs.vectors[0]).double().float()))
+    overlap = optimizer._host.reducer.sum_(ours.vectors @ optimizer._host.dual(theirs.vectors[0]).double().float())
     stats = optimizer.curvature_stats()
     end_training(optimizer)
     return {
