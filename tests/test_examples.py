@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,15 +45,22 @@ def launch(command: list[str], folder: Path, timeout: float = 150.0) -> str:
     return output
 
 
-def deepspeed(script: str, *arguments: str) -> list[str]:
+def deepspeed(script: str, *arguments: str, ranks: int = 2) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return ["deepspeed", "--num_gpus", "2", "--master_port", str(port), str(EXAMPLES / script), *arguments]
+    return ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(port), str(EXAMPLES / script), *arguments]
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> list[str]:
     return ["torchrun", "--standalone", "--nproc_per_node", str(ranks), str(EXAMPLES / script), *arguments]
+
+
+def mpirun(script: str, *arguments: str, ranks: int = 2) -> list[str]:
+    """With ``env``, because Open MPI refuses root, as which containers run, and more processes than cores."""
+    allowed = ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    command = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, str(EXAMPLES / script)]
+    return ["env", *allowed, *command, *arguments]
 
 
 def quick_config(name: str, folder: Path) -> str:
@@ -81,6 +90,24 @@ def check_report(output: str) -> None:
     assert int(report["hvps"]) > 0
 
 
+def dedicated_arguments(folder: Path) -> list[str]:
+    """A replay, for which training waits: a few steps would be over before any refresh has come back."""
+    arguments = example_arguments("zero2_dedicated.json", folder)
+    path = folder / "zero2_dedicated.json"
+    config = json.loads(path.read_text())
+    config["optimizer"]["params"]["curvature"].update(swaps=[[2, 3], [4, 6]], timeout=100)
+    path.write_text(json.dumps(config))
+    return arguments
+
+
+def check_dedicated(output: str) -> None:
+    report = reported(output)
+    assert (report["refreshes"], report["swaps"], report["age"]) == ("2", "2->3 4->6", "2")
+    assert all(float(value) != 0 for value in report["eigenvalues"].split())
+    assert output.count("final loss") == 1  # a curvature rank prints no table
+    assert "curvature rank 0: the session has ended" in output
+
+
 @pytest.mark.parametrize("name", [*HOST_CONFIGS, "demo_dho2.json"])
 def test_config_is_valid(name: str) -> None:
     config = json.loads((CONFIGS / name).read_text())
@@ -97,6 +124,39 @@ def test_readme_explains_every_config_and_key() -> None:
 
 def test_autoencoder_with_the_deepspeed_launcher(tmp_path: Path) -> None:
     check_report(launch(deepspeed("digits_autoencoder.py", *example_arguments("zero2.json", tmp_path)), tmp_path))
+
+
+@pytest.mark.slow
+def test_dedicated_with_the_deepspeed_launcher(tmp_path: Path) -> None:
+    command = deepspeed("train_dedicated.py", *dedicated_arguments(tmp_path), ranks=3)
+    output = launch(command, tmp_path)
+    check_dedicated(output)
+    assert output.count("exits successfully") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [[], ["--ddp"]])
+def test_dedicated_with_torchrun(host: list[str], tmp_path: Path) -> None:
+    arguments = [*host, *dedicated_arguments(tmp_path)]
+    check_dedicated(launch(torchrun("train_dedicated.py", *arguments, ranks=3), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
+    reason="mpirun and mpi4py are not installed; pip install 'dho2-ds[mpi]'",
+)
+def test_dedicated_with_mpirun(tmp_path: Path) -> None:
+    check_dedicated(launch(mpirun("train_dedicated.py", *dedicated_arguments(tmp_path), ranks=3), tmp_path))
+
+
+@pytest.mark.slow
+def test_dedicated_on_fsdp2(tmp_path: Path) -> None:
+    arguments = ["--steps", "300", "--warmup", "2", "--interval", "2", "--num-eigenvectors", "2"]
+    output = launch(torchrun("train_fsdp2.py", *arguments, "--curvature-ranks", "1", ranks=3), tmp_path)
+    report = reported(output)
+    assert int(report["refreshes"]) > 0 and "->" in report["swaps"]  # at which steps is a matter of speed
+    assert "curvature rank 0: the session has ended" in output
 
 
 @pytest.mark.slow
@@ -128,7 +188,7 @@ def test_hsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOST_CONFIGS)
+@pytest.mark.parametrize("name", [name for name in HOST_CONFIGS if "dedicated" not in name])
 def test_gpt_with_every_config(name: str, tmp_path: Path) -> None:
     check_report(launch(torchrun("char_gpt.py", *example_arguments(name, tmp_path)), tmp_path))
 
