@@ -71,7 +71,7 @@ def draw_timeline(record: Record, output: Path, leading: float = 6.0) -> None:
 
 
 def draw_steps(record: Record, output: Path) -> None:
-    """Distribution of step times by kind, wall clock beside CPU time."""
+    """Distribution of step times by kind, own time beside the wall clock."""
     plt.rcParams.update(STYLE)
     kinds = {kind: mode for (mode, _), kind in KINDS.items()}
     rows: dict[str, list[Record]] = {kind: [] for kind in kinds}
@@ -81,7 +81,7 @@ def draw_steps(record: Record, output: Path) -> None:
             rows[kind].append(row)
     figure, pair = plt.subplots(1, 2, figsize=(13, 4), dpi=100, layout="constrained", sharey=True)
     for axes, clock, title in zip(
-        pair, ("wall", "process"), ("Wall clock", "CPU of the training process"), strict=True
+        pair, ("own", "wall"), ("Own time: other programs left out", "Wall clock"), strict=True
     ):
         for place, (kind, mode) in enumerate(reversed(kinds.items())):
             values = [row[clock] * 1e3 for row in rows[kind]]
@@ -102,8 +102,8 @@ def draw_target(record: Record, output: Path) -> None:
     """Loss over seconds and over steps, one line per seed."""
     plt.rcParams.update(STYLE)
     figure, pair = plt.subplots(1, 2, figsize=(13, 4.6), dpi=100, layout="constrained", sharey=True)
-    colours = dict(zip(record["runs"], (GREY, RED, AMBER, BLUE, "0.2", GREEN), strict=False))
-    for axes, clock, label in zip(pair, ("wall", "step"), ("seconds", "optimizer step"), strict=True):
+    colours = dict(zip(record["runs"], (GREY, RED, AMBER, BLUE, GREEN), strict=False))
+    for axes, clock, label in zip(pair, ("own", "step"), ("own seconds", "optimizer step"), strict=True):
         for name, runs in record["runs"].items():
             for index, run in enumerate(runs):
                 points = run["points"]

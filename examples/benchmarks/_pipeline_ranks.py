@@ -98,6 +98,28 @@ def done(steps: int) -> None:
         print(f"{EVENT}{steps}", flush=True)
 
 
+class Clock:
+    """Time from its making on, as seen by this thread.
+
+    ``wall``; ``process``, the CPU time of all threads (the bridge's too); ``own``, the wall clock less the time during
+    which this thread could have run and its core was taken by other programs: what the wall would show on an idle
+    machine. The bridge's CPU time counts in full, since it may have been what took the core.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float, float]:
+        # Linux: nanoseconds on the CPU, nanoseconds runnable and waiting for it, time slices.
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return time.perf_counter(), time.process_time(), time.thread_time(), waited
+
+    def read(self) -> dict[str, float]:
+        wall, process, thread, waited = (b - a for a, b in zip(self._start, self._read(), strict=True))
+        return {"wall": wall, "process": process, "own": wall - waited + max(0.0, process - thread)}
+
+
 # -- (a) what a step costs while a refresh is under way -----------------------------------------------------------
 
 
@@ -128,16 +150,12 @@ def steps(plan: Plan) -> dict[str, Any]:
 
 
 def timed_step(run: Run) -> dict[str, Any]:
-    """Seconds of a step on the wall, of this thread's CPU, and of the process' CPU (with the bridge's threads)."""
+    """Take a step; its times, and whether it has to do with a refresh."""
     before = run.stats()
     due = before.get("in_flight", False) or (isinstance(run.optimizer, dho2_ds.DHO2) and run.optimizer.refresh_due)
-    wall, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
+    clock = Clock()
     run.step()
-    row = {
-        "wall": time.perf_counter() - wall,
-        "thread": time.thread_time() - thread,
-        "process": time.process_time() - process,
-    }
+    row = clock.read()
     after = run.stats()
     swapped = after.get("refreshes", 0) > before.get("refreshes", 0)
     return {**row, "refresh": bool(due or swapped or after.get("in_flight", False))}
@@ -156,7 +174,7 @@ def target(plan: Plan) -> dict[str, Any]:
         dist.barrier()
     if plan["mode"] == "dedicated":  # the clock starts when both worlds are there, as it does for the others
         wait_for_curvature(run)
-    wall, process = time.perf_counter(), time.process_time()
+    clock = Clock()
     for step in range(plan["steps"] + 1):
         if step % plan["evaluate_every"] == 0 or step == plan["steps"]:
             run.model.eval()
@@ -166,14 +184,7 @@ def target(plan: Plan) -> dict[str, Any]:
             run.model.train()
             if world > 1:
                 dist.all_reduce(loss)
-            points.append(
-                {
-                    "step": step,
-                    "loss": loss.item() / len(run.data),
-                    "wall": time.perf_counter() - wall,
-                    "process": time.process_time() - process,
-                }
-            )
+            points.append({"step": step, "loss": loss.item() / len(run.data), **clock.read()})
             done(step)
         if step < plan["steps"]:
             run.step()

@@ -4,9 +4,9 @@ python examples/benchmarks/pipeline.py                    # all four
 python examples/benchmarks/pipeline.py steps --repeats 9  # one of them: steps, target, memory, timeline
 
 One training process and one curvature process, each pinned to a core of its own. Other programs on the machine disturb
-the times, so modes take turns within one run and ratios are taken within a turn; CPU seconds, which the neighbours
-hardly change, stand beside seconds on the wall. Every part writes <part>.json, a table in <part>.md and, except memory,
-a picture <part>.png.
+the times, so modes take turns within one run, ratios are taken within a turn, and "own" time leaves out what other
+programs took of the core (Linux tells); the wall clock stands beside it. Every part writes <part>.json, a table in
+<part>.md and, except memory, a picture <part>.png.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ RUNS = {  # name: (mode, training ranks, curvature ranks)
     "DHO2 spread": ("spread", 1, 0),
     "DHO2 dedicated": ("dedicated", 1, 1),
     "AdamW, 2 ranks": ("adamw", 2, 0),
-    "DHO2 inline, 2 ranks": ("inline", 2, 0),
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=(__doc__ or "").replace("\n\n", "\n\n\b\n"))
@@ -62,8 +61,8 @@ def everything(context: typer.Context, output: Output = DEFAULT, quick: Quick = 
 @app.command()
 def steps(
     output: Output = DEFAULT,
-    repeats: Annotated[int, typer.Option(help="Turns of every mode.")] = 7,
-    block: Annotated[int, typer.Option(help="Steps of a turn; one refresh falls into it.")] = 80,
+    repeats: Annotated[int, typer.Option(help="Turns of every mode.")] = 5,
+    block: Annotated[int, typer.Option(help="Steps of a turn; one refresh falls into it.")] = 70,
     quick: Quick = False,
 ) -> None:
     """What a training step costs while a refresh is under way."""
