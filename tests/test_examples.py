@@ -234,6 +234,59 @@ def test_step_cost(tmp_path: Path) -> None:
     assert all(0 < found["bytes_sent"] <= 2 * 4 * soap["n"] for found in soap["ranks"].values())
 
 
+def pipeline(part: str, folder: Path) -> dict[str, Any]:
+    """One part of the pipeline benchmark, in small; what it wrote."""
+    script = EXAMPLES / "benchmarks" / "pipeline.py"
+    launch([sys.executable, str(script), part, "--quick", "--output", str(folder)], folder, timeout=280)
+    assert (folder / f"{part}.md").read_text().strip()
+    if part != "memory":
+        assert (folder / f"{part}.png").read_bytes().startswith(b"\x89PNG")
+    found: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_steps(tmp_path: Path) -> None:
+    record = pipeline("steps", tmp_path)
+    assert {row["mode"] for row in record["rows"]} == {"none", "inline", "spread", "dedicated"}
+    kinds = record["summary"]["kinds"]
+    assert kinds["dedicated, refresh under way"]["steps"] > 0
+    assert kinds["inline, the step with the refresh"]["own over plain"]["median"] > 5  # 16 products of 2 gradients
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_target(tmp_path: Path) -> None:
+    record = pipeline("target", tmp_path)
+    for name, runs in record["runs"].items():
+        assert [run["points"][-1]["step"] for run in runs] == [60], name
+    assert record["runs"]["DHO2 dedicated"][0]["stats"]["connected"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_memory(tmp_path: Path) -> None:
+    """Twice the ranks, half the bytes: of everything that is ours and n-sized."""
+    one, two = pipeline("memory", tmp_path)["rows"]
+    for key in ("base", "basis", "snapshot", "receive"):
+        whole = one["training_ranks"][0][key]
+        assert all(0.49 * whole < rank[key] < 0.51 * whole for rank in two["training_ranks"]), key
+    for key in ("bytes received", "bytes old basis"):
+        assert 0 < one["curvature_ranks"][0][key] == two["curvature_ranks"][0][key], key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_timeline(tmp_path: Path) -> None:
+    """Products of a job lie between the snapshot's step and the swap's, on the clock that both processes share."""
+    record = pipeline("timeline", tmp_path)
+    born, swapped = record["swaps"][0]
+    job = record["jobs"][0]
+    assert record["steps"][born - 1][1] < job["products"][0] < job["products"][-1] < record["steps"][swapped - 1][1]
+    assert [what for what, number, *_ in record["transfers"] if number == 1] == ["send", "receive"]
+
+
 @pytest.mark.slow
 def test_pinn(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Plan = dict[str, Any]
 RANKS = Path(__file__).with_name("_pipeline_ranks.py")
-CORE, EVENT = "PIPELINE_CORE", "@done "  # as in _pipeline_ranks, which is not imported here: it pins itself
+CORE, NEXT_CORE = "PIPELINE_CORE", "PIPELINE_NEXT_CORE"  # read by _pipeline_ranks and _pipeline_busy
+EVENT = "@done "  # as in _pipeline_ranks, which is not imported here: it pins itself
 TIMEOUT = 1500.0  # seconds of one launch
 GRACE = 60.0  # seconds that the other processes have when the first one has ended
 
@@ -76,6 +77,7 @@ def launch(
                 },
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
                 CORE: str(cores[rank % len(cores)]),
+                NEXT_CORE: str(cores[(rank + 1) % len(cores)]),
             }
             log = Path(folder, f"log-{rank}").open("w")
             command = [sys.executable, str(RANKS), str(path), folder]

@@ -13,6 +13,7 @@ from _pipeline_tables import KINDS, reached  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 Record = dict[str, Any]
 BLUE, RED, GREEN, AMBER, GREY = "#3b6ea8", "#d1495b", "#3a8f5c", "#d98e04", "0.6"
@@ -93,7 +94,10 @@ def draw_steps(record: Record, output: Path) -> None:
                 )  # fmt: skip
         axes.set_yticks(range(len(kinds)), list(reversed(kinds)))
         axes.set(xscale="log", xlabel="milliseconds per step (box: quartiles, whiskers: 1 and 99 %)", title=title)
-        axes.grid(axis="x", alpha=0.25, which="both")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(axis="x", alpha=0.25)
     figure.savefig(output)
     plt.close(figure)
 
@@ -114,7 +118,10 @@ def draw_target(record: Record, output: Path) -> None:
                     axes.plot(hit[clock], hit["loss"], "o", color=colours[name], ms=5)
         axes.axhline(record["goal"], color="black", ls="--", lw=1, label="goal")
         axes.set(yscale="log", xlabel=label)
-        axes.grid(alpha=0.25, which="both")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.25)
     pair[0].set_ylabel("loss on the whole training set")
     pair[1].legend(frameon=False, fontsize=10)
     figure.savefig(output)

@@ -6,6 +6,7 @@ They wrap functions of `dho2_ds.pipeline` in the benchmark's processes only.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from dho2_ds.pipeline import bridge, worker
 def held(tensor: Tensor | None) -> int:
     """Bytes that a tensor keeps alive: of its whole storage, of which it may be a view."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def cores_of_threads() -> list[int]:
+    """On which cores the threads of this process may run."""
+    return sorted({core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))})
 
 
 def record_training() -> dict[str, int]:
@@ -80,6 +86,7 @@ def watch_curvature(path: Path) -> None:
         job.clear()
         order(self)
         job["send"] = [job["refresh"][1], time.monotonic()]
+        job["affinity"] = cores_of_threads()
         with path.open("a") as file:
             file.write(json.dumps(job) + "\n")
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples/
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from _common import digits, library_text, shards  # noqa: E402
-from _pipeline_probe import record_training, watch_curvature  # noqa: E402
+from _pipeline_busy import BUSY, other_core  # noqa: E402
+from _pipeline_probe import cores_of_threads, record_training, watch_curvature  # noqa: E402
 from char_gpt import CharGPT  # noqa: E402
 from digits_autoencoder import DigitsAutoencoder  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -129,24 +130,25 @@ def steps(plan: Plan) -> dict[str, Any]:
     A step counts as one of a refresh when the refresh was due or under way before it or after it, so that taking the
     snapshot and swapping the basis in are part of it.
     """
-    runs = {mode: Run(plan, mode) for mode in plan["modes"]}
+    runs = {mode: Run(plan, "none" if mode == BUSY else mode) for mode in plan["modes"]}
     rows: list[dict[str, Any]] = []
     total, taken = plan["repeats"] * len(runs) * plan["block_steps"], 0
     for repeat in range(-1, plan["repeats"]):  # the first turn warms up
         order = list(runs)
         for mode in order if repeat % 2 else reversed(order):
-            for index in range(4 * plan["block_steps"]):
-                flying = runs[mode].stats().get("in_flight", False)
-                if index >= plan["block_steps"] and not flying:
-                    break
-                row = timed_step(runs[mode])
-                if repeat >= 0:
-                    rows.append({"repeat": repeat, "mode": mode, **row})
+            with other_core(Path(sys.argv[1]), busy=mode == BUSY):
+                for index in range(4 * plan["block_steps"]):
+                    flying = runs[mode].stats().get("in_flight", False)
+                    if index >= plan["block_steps"] and not flying:
+                        break
+                    row = timed_step(runs[mode])
+                    if repeat >= 0:
+                        rows.append({"repeat": repeat, "mode": mode, **row})
             taken += plan["block_steps"]
             done(min(total, max(0, taken - len(runs) * plan["block_steps"])))
     numel = sum(p.numel() for p in runs["none"].model.parameters())
     found = {mode: run.stats() for mode, run in runs.items()}
-    return {"rows": rows, "parameters": numel, "stats": found}
+    return {"rows": rows, "parameters": numel, "stats": found, "affinity": cores_of_threads()}
 
 
 def timed_step(run: Run) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import Any
 
 Record = dict[str, Any]
 PLAIN, BETWEEN = "no curvature (k = 0)", "dedicated, between refreshes"
+BUSY = "k = 0, another program on the other core"
 FLIGHT = "dedicated, refresh under way"
 KINDS = {  # (mode, in a refresh)
     ("none", False): PLAIN,
+    ("busy", False): BUSY,
     ("dedicated", False): BETWEEN,
     ("dedicated", True): FLIGHT,
     ("spread", True): "spread, steps with a product",
@@ -49,11 +51,23 @@ def steps_summary(rows: list[Record]) -> Record:
         for kind, found in groups.items()
     }
 
-    def ratio(kind: str, base: str, clock: str) -> dict[str, float]:
-        shared = medians[kind].keys() & medians[base].keys()
-        return spread_of([medians[kind][turn][clock] / medians[base][turn][clock] for turn in sorted(shared)])
+    def ratio(kind: str, base: str, clock: str) -> dict[str, float] | None:
+        shared = medians[kind].keys() & medians.get(base, {}).keys()
+        found = [medians[kind][turn][clock] / medians[base][turn][clock] for turn in sorted(shared)]
+        return spread_of(found) if found else None
 
-    summary: Record = {"kinds": {}, "modes": {}}
+    def beyond_busy(clock: str) -> dict[str, float] | None:
+        """In flight over between refreshes, divided by what any work on the other core does to a step."""
+        if not {FLIGHT, BETWEEN, BUSY, PLAIN} <= medians.keys():
+            return None
+        turns = set.intersection(*(set(medians[kind]) for kind in (FLIGHT, BETWEEN, BUSY, PLAIN)))
+        found = [
+            medians[FLIGHT][t][clock] / medians[BETWEEN][t][clock] * medians[PLAIN][t][clock] / medians[BUSY][t][clock]
+            for t in sorted(turns)
+        ]
+        return spread_of(found) if found else None
+
+    summary: Record = {"kinds": {}, "modes": {}, "beyond busy": {clock: beyond_busy(clock) for clock in CLOCKS}}
     for kind in (kind for kind in KINDS.values() if kind in groups):
         summary["kinds"][kind] = {
             "steps": len(groups[kind]),
@@ -80,7 +94,9 @@ def machine_line(record: Record) -> str:
     )
 
 
-def _ratio(found: dict[str, float]) -> str:
+def _ratio(found: dict[str, float] | None) -> str:
+    if found is None:
+        return "-"
     return f"{found['median']:.3f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
@@ -100,6 +116,14 @@ def steps_table(record: Record) -> str:
         cells += [_ratio(found["own over plain"]), _ratio(found["own over between"])]
         cells += [f"{found['wall'] * 1e3:.1f}", _ratio(found["wall over between"])]
         lines.append(f"| {' | '.join(cells)} |")
+    beyond = summary["beyond busy"]
+    if beyond["own"] is not None:
+        lines += [
+            "",
+            "A refresh under way over between refreshes, divided by what another program on the other core does to a "
+            f"step without curvature: own {_ratio(beyond['own'])}, wall {_ratio(beyond['wall'])}. Cores of the "
+            f"training process {record['affinity']}, of the curvature process {record['jobs'][0]['affinity']}.",
+        ]
     lines += [
         "",
         "| mode, all steps | own, mean | own, 99 % | own, longest | CPU, mean | own / k = 0 | CPU / k = 0 |",
@@ -141,8 +165,8 @@ def target_summary(record: Record) -> Record:
 def target_table(record: Record) -> str:
     """Steps and seconds to the goal, by run."""
     lines = [
-        f"Deep autoencoder on digits, goal: loss {record['goal']:.4f}, 5 % above where AdamW with the best of four "
-        f"learning rates ends after {record['steps']} steps on another seed. Median of {record['seeds']} seed(s) "
+        f"Deep autoencoder on digits; goal: loss {record['goal']:.4f}, 5 % above where AdamW with the best of four "
+        f"learning rates on these seeds ends after {record['steps']} steps. Median of {record['seeds']} seed(s) "
         f"(range). {MEANING} CPU: of the first training process. {machine_line(record)}",
         "",
         "| | cores | reached | steps | own seconds | wall seconds | CPU seconds | AdamW's own / this | final loss |",
