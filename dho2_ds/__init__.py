@@ -13,9 +13,10 @@ from dho2_ds._register import register
 
 if TYPE_CHECKING:
     from dho2_ds.attaching import attach
-    from dho2_ds.config import ConfigError, CurvatureConfig, DHO2Config
+    from dho2_ds.config import ConfigError, DHO2Config
     from dho2_ds.optimizer import DHO2
     from dho2_ds.pipeline.worlds import init_distributed
+    from dho2_ds.settings import CurvatureConfig
     from dho2_ds.spectra import spectrum
 
 __version__ = "0.1.0"
@@ -34,7 +35,7 @@ __all__ = [
 _HOMES = {
     "DHO2": "dho2_ds.optimizer",
     "ConfigError": "dho2_ds.config",
-    "CurvatureConfig": "dho2_ds.config",
+    "CurvatureConfig": "dho2_ds.settings",
     "DHO2Config": "dho2_ds.config",
     "attach": "dho2_ds.attaching",
     "init_distributed": "dho2_ds.pipeline.worlds",

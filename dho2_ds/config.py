@@ -10,16 +10,25 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from dho2_ds.settings import (
+    Bool,
+    Count,
+    CurvatureConfig,
+    Finite,
+    Fraction,
+    NonNegative,
+    Pair,
+    Settings,
+    SoapConfig,
+    dedicated_contradictions,
+    quote,
+    setting,
+    spread_contradictions,
 )
+
+__all__ = ["ConfigError", "CurvatureConfig", "DHO2Config", "SoapConfig", "check_group_options", "parse_config"]
 
 Base = Literal["adamw", "adam", "sgd", "soap"]
 Rule = Literal["adaptive", "fosi"]
@@ -38,225 +47,61 @@ _MOMENTS = ("adamw", "adam", "soap")
 _ONLY_FOR = {"betas": _MOMENTS, "eps": _MOMENTS, "momentum": ("sgd",), "nesterov": ("sgd",), "soap": ("soap",)}
 _DECOUPLED = ("adamw", "soap")
 _NULL_IS_DEFAULT = ("betas", "weight_decay", "momentum", "curvature", "soap")
-_LONGEST_VALUE = 80  # characters of a refused value that a message quotes
 
 
 class ConfigError(ValueError):
     """Settings were refused; the message has one line per problem."""
 
 
-def _number(value: Any) -> Any:
-    """Turn whatever behaves as a float (int, NumPy scalar, 0-d tensor) into one; neither booleans nor text do."""
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise ValueError("not a number")
-    try:
-        return float(value)
-    except (TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError("not a single number") from error
-
-
-def _integer(value: Any) -> Any:
-    """Like :func:`_number`, for whole numbers; a JSON writer's ``100.0`` is one."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value  # not by way of a float, which would round it
-    number = _number(value)
-    if not number.is_integer():
-        raise ValueError("not an integer")
-    return int(number)
-
-
-def _boolean(value: Any) -> Any:
-    """Accept ``true`` and ``false`` only: 0, 1 and "no" are more often slips than meant."""
-    if not isinstance(value, bool):
-        raise ValueError("not a boolean")
-    return value
-
-
-def _pair(value: Any) -> Any:
-    """Turn a list or tuple of two numbers into a tuple."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError("not a pair")
-    return tuple(_number(item) for item in value)
-
-
-_Finite = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-_NonNegative = Annotated[_Finite, Field(ge=0)]
-_Fraction = Annotated[_Finite, Field(ge=0, lt=1)]
-_Pair = Annotated[tuple[_Fraction, _Fraction], BeforeValidator(_pair)]
-_Count = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
-_Positive = Annotated[int, BeforeValidator(_integer), Field(ge=1)]
-_Bool = Annotated[bool, BeforeValidator(_boolean)]
-
-
-def _setting(default: Any, description: str, must: str, do: str, **options: Any) -> Any:
-    """Declare a setting: its default, its documentation and the two halves of its error message."""
-    return Field(default, description=description, json_schema_extra={"must": must, "do": do}, **options)
-
-
-class _Settings(BaseModel):
-    """What both levels share: immutable, and every key known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CurvatureConfig(_Settings):
-    """The ``curvature`` object: how and when the eigenbasis is computed."""
-
-    mode: Literal["inline", "spread", "dedicated"] = _setting(
-        "inline",
-        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot; "
-        "`dedicated`, at a snapshot on curvature ranks while training goes on.",
-        "'inline', 'spread' or 'dedicated'",
-        "use 'inline' for the whole refresh at once",
-    )
-    ranks: _Count = _setting(
-        1,
-        "Mode `dedicated`: how many of the launcher's processes are curvature ranks; 0: they are started separately.",
-        "an integer >= 0",
-        "use 1 for the last process",
-    )
-    timeout: Annotated[_Finite, Field(gt=0)] = _setting(
-        600.0,
-        "Mode `dedicated`: seconds after which a refresh without a result counts as lost.",
-        "a finite number > 0",
-        "use several times the seconds that a refresh takes",
-    )
-    address: str | None = _setting(
-        None,
-        "Mode `dedicated`: `host` or `host:port` at which the first training rank lets curvature ranks in; "
-        "null: the interface towards MASTER_ADDR, else loopback, and a free port.",
-        "null or a text such as '10.0.0.1:29700'",
-        "use null unless curvature ranks are in another network",
-    )
-    swaps: tuple[tuple[_Count, _Count], ...] | None = _setting(
-        None,
-        "Mode `dedicated`: replay a recorded schedule: pairs of a snapshot's step and the step at which its basis is "
-        "swapped in, for which training waits then.",
-        "null or pairs of steps in rising order",
-        "use null except to repeat a run",
-    )
-    spread_every: _Positive = _setting(
-        1,
-        "Mode `spread`: steps from one Hessian-vector product to the next.",
-        "an integer >= 1",
-        "use 1 for the shortest refresh",
-    )
-    hvp: Literal["auto", "finite_difference", "exact"] = _setting(
-        "auto",
-        "Hessian-vector products: central `finite_difference` of gradients, `exact` (double backward), or `auto`.",
-        "'auto', 'finite_difference' or 'exact'",
-        "use 'auto' to let the host decide",
-    )
-    lanczos_steps: Annotated[_Positive, Field(ge=2)] | None = _setting(
-        None,
-        "Lanczos steps of a refresh, one Hessian-vector product each; null: max(2 num_eigenvectors + 4, 2 ln n).",
-        "null or an integer >= 2",
-        "use null for the default",
-    )
-    warmup_steps: _Count = _setting(
-        100, "Steps of the base optimizer before the first refresh.", "an integer >= 0", "use 0 to start with curvature"
-    )
-    interval: _Positive = _setting(
-        100,
-        "Steps from one refresh to the next.",
-        "an integer >= 1",
-        "use num_eigenvectors=0 to train without curvature",
-    )
-    batches: _Positive = _setting(
-        1,
-        "Micro-batches per rank over which the Hessian of a refresh is averaged.",
-        "an integer >= 1",
-        "use 1 for the latest micro-batch alone",
-    )
-    eigenvector_dtype: Literal["float32", "bfloat16"] = _setting(
-        "float32",
-        "Storage of the eigenvectors; `bfloat16` halves their memory.",
-        "'float32' or 'bfloat16'",
-        "use 'float32' unless memory is short",
-    )
-    max_age: _Positive | None = _setting(
-        None,
-        "Steps after which a basis that was not refreshed is dropped; null: never.",
-        "null or an integer >= 1",
-        "use null to keep a basis until the next one",
-    )
-
-
-class SoapConfig(_Settings):
-    """The ``soap`` object: the preconditioner of the base ``soap``."""
-
-    precondition_frequency: _Positive = _setting(
-        10, "Steps from one update of the eigenbases to the next.", "an integer >= 1", "use 10 if unsure"
-    )
-    shampoo_beta: _Fraction | None = _setting(
-        None,
-        "Decay rate of the factors G G^T and G^T G; null: the second of `betas`.",
-        "null or a number in [0, 1)",
-        "use null for the second of betas",
-    )
-    max_block: Annotated[_Positive, Field(ge=2)] = _setting(
-        2048,
-        "Longer sides of a matrix are cut; each block has a preconditioner of its own and lives on one rank.",
-        "an integer >= 2",
-        "use 2048 if unsure, a smaller one if blocks do not balance over the ranks",
-    )
-    max_precondition_dim: _Positive = _setting(
-        10000,
-        "Longer sides of a matrix (vocabularies) are not rotated.",
-        "an integer >= 1",
-        "use 10000 if unsure",
-    )
-
-
-class DHO2Config(_Settings):
+class DHO2Config(Settings):
     """The optimizer's settings, as in ``optimizer.params`` of a DeepSpeed JSON.
 
     ``weight_decay`` and ``momentum`` read as numbers after validation, also where the user left them to the default.
     Settings survive a round trip by ``model_dump(exclude_unset=True)``.
     """
 
-    lr: _NonNegative = _setting(
+    lr: NonNegative = setting(
         1e-3,
         "Learning rate of the base optimizer; a schedule may change it.",
         "a finite number >= 0",
         "set the rate that you would give the base optimizer",
     )
-    base: Base = _setting(
+    base: Base = setting(
         "adamw",
         "Base optimizer, which moves everything outside the eigenvectors' span: `adamw`, `adam`, `sgd` or `soap`.",
         "'adamw', 'adam', 'sgd' or 'soap'",
         "use 'adamw' if unsure",
     )
-    rule: Rule = _setting(
+    rule: Rule = setting(
         "adaptive",
         "Update rule: `adaptive` (preconditioned Hessian) or `fosi` (the published rule, plain Hessian).",
         "'adaptive' or 'fosi'",
         "use 'adaptive' if unsure",
     )
-    betas: _Pair = _setting(
+    betas: Pair = setting(
         None,
         f"Decay rates of the moment estimates; not for `sgd`; null: {DEFAULT_BETAS}, {DEFAULT_SOAP_BETAS} for `soap`.",
         "null or two numbers in [0, 1)",
         "write a list such as [0.9, 0.999]",
         validate_default=True,
     )
-    eps: Annotated[_Finite, Field(gt=0)] = _setting(
+    eps: Annotated[Finite, Field(gt=0)] = setting(
         1e-8,
         "Term added to the root of the second moment; not for `sgd`.",
         "a finite number > 0",
         "use a small one such as 1e-8",
     )
-    momentum: _Fraction = _setting(
+    momentum: Fraction = setting(
         None,
         f"Momentum; `sgd` only; null: {DEFAULT_SGD_MOMENTUM}.",
         "null or a number in [0, 1)",
         f"use null for {DEFAULT_SGD_MOMENTUM}",
         validate_default=True,
     )
-    nesterov: _Bool = _setting(
+    nesterov: Bool = setting(
         False, "Nesterov's form of momentum; `sgd` with momentum only.", "true or false", "write it without quotes"
     )
-    weight_decay: _NonNegative = _setting(
+    weight_decay: NonNegative = setting(
         None,
         "Weight decay, decoupled for `adamw` and `soap`; "
         f"null: {DEFAULT_DECOUPLED_WEIGHT_DECAY} for these, 0 for the others.",
@@ -264,37 +109,37 @@ class DHO2Config(_Settings):
         "use 0 for no decay",
         validate_default=True,
     )
-    num_eigenvectors: _Count = _setting(
+    num_eigenvectors: Count = setting(
         8,
         "Leading Hessian eigenvectors k to keep; 0: the base optimizer alone.",
         "an integer >= 0",
         "use 0 for the base optimizer alone",
     )
-    newton_lr: _NonNegative = _setting(
+    newton_lr: NonNegative = setting(
         0.1,
         "Damping of the Newton step inside the eigenvectors' span; follows the schedule of lr.",
         "a finite number >= 0",
         "use 0.1 if unsure, or num_eigenvectors=0 to train without the Newton step",
     )
-    max_lr_scale: Annotated[_Finite, Field(ge=1)] = _setting(
+    max_lr_scale: Annotated[Finite, Field(ge=1)] = setting(
         3.0,
         "Upper bound of the factor by which curvature may enlarge lr.",
         "a finite number >= 1",
         "use 1 to leave lr as it is",
     )
-    fused: _Bool | None = _setting(
+    fused: Bool | None = setting(
         None,
         "Fused kernels of the base optimizer; null: as torch decides.",
         "null, true or false",
         "use null to let torch decide",
     )
-    curvature: CurvatureConfig = _setting(
+    curvature: CurvatureConfig = setting(
         CurvatureConfig(),
         "How and when the eigenbasis is computed.",
         "an object of settings",
         'write it as {"interval": 100}',
     )
-    soap: SoapConfig = _setting(
+    soap: SoapConfig = setting(
         SoapConfig(),
         "The preconditioner of the base `soap`.",
         "an object of settings",
@@ -331,7 +176,7 @@ class DHO2Config(_Settings):
         return self
 
 
-_NESTED: dict[str | int, type[_Settings]] = {"curvature": CurvatureConfig, "soap": SoapConfig}
+_NESTED: dict[str | int, type[Settings]] = {"curvature": CurvatureConfig, "soap": SoapConfig}
 """Settings that are objects of settings."""
 
 
@@ -340,7 +185,7 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
     for name, bases in _ONLY_FOR.items():
         if name in config.model_fields_set and config.base not in bases:
             yield (
-                f"{name}={_quote(getattr(config, name))}: must be left out with base={config.base!r}; "
+                f"{name}={quote(getattr(config, name))}: must be left out with base={config.base!r}; "
                 f"remove it or use base={' or '.join(map(repr, bases))}"
             )
     if config.base == "sgd" and config.nesterov:
@@ -354,52 +199,13 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             f"weight_decay={config.weight_decay!r}: must be 0 with rule='fosi' and base={config.base!r}; "
             "put the decay into the loss or use base='adamw'"
         )
-    yield from _spread_contradictions(config.curvature)
-    yield from _dedicated_contradictions(config.curvature)
+    yield from spread_contradictions(config.curvature)
+    yield from dedicated_contradictions(config.curvature)
     steps, needed = config.curvature.lanczos_steps, config.num_eigenvectors + LANCZOS_MARGIN
     if steps is not None and 0 < config.num_eigenvectors and steps < needed:
         yield (
             f"curvature.lanczos_steps={steps}: must be >= {needed} (num_eigenvectors + {LANCZOS_MARGIN}); "
             "raise it, use null for the default, or lower num_eigenvectors"
-        )
-
-
-_DEDICATED_ONLY = ("ranks", "timeout", "address", "swaps")
-
-
-def _dedicated_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
-    if curvature.mode != "dedicated":
-        for name in _DEDICATED_ONLY:
-            if name in curvature.model_fields_set and getattr(curvature, name) is not None:
-                yield (
-                    f"curvature.{name}: must be left out with mode={curvature.mode!r}; remove it or use "
-                    "mode='dedicated'"
-                )
-        return
-    if curvature.hvp == "exact":
-        yield (
-            "curvature.mode='dedicated': must not be used with hvp='exact'; curvature ranks work at weights that "
-            "are not their engine's; use hvp='auto'"
-        )
-    steps = [step for pair in curvature.swaps or () for step in pair]
-    if steps != sorted(steps):
-        yield f"curvature.swaps={_quote(curvature.swaps)}: must be in rising order, one job at a time; sort it"
-
-
-def _spread_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
-    if curvature.mode != "spread":
-        if "spread_every" in curvature.model_fields_set:
-            yield (
-                f"curvature.spread_every: must be left out with mode={curvature.mode!r}; remove it or use mode='spread'"
-            )
-        return
-    if curvature.hvp == "exact":
-        yield "curvature.mode='spread': must be 'inline' with hvp='exact'; its graph cannot outlive a step"
-    needed = (curvature.lanczos_steps or 0) * curvature.spread_every
-    if needed > curvature.interval:
-        yield (
-            f"curvature.interval={curvature.interval}: must be >= {needed} (lanczos_steps * spread_every) with "
-            "mode='spread'; raise it, or lower lanczos_steps or spread_every"
         )
 
 
@@ -416,7 +222,7 @@ def parse_config(values: Mapping[str, Any]) -> DHO2Config:
         ConfigError: With one line per problem. Contradictions between settings are reported once each is valid alone.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"params={_quote(values)}: must be an object of settings; write it as {{'lr': 0.001}}")
+        raise ConfigError(f"params={quote(values)}: must be an object of settings; write it as {{'lr': 0.001}}")
     try:
         return DHO2Config.model_validate(dict(values))
     except ValidationError as error:
@@ -443,7 +249,7 @@ def check_group_options(
     """
     fixed = [key for key in DHO2Config.model_fields if key not in GROUP_KEYS]
     problems = [
-        f"{key}={_quote(group[key])}: must be the same for all param groups; set it for the whole optimizer"
+        f"{key}={quote(group[key])}: must be the same for all param groups; set it for the whole optimizer"
         for key in fixed
         if key in group
     ]
@@ -483,19 +289,19 @@ def _problem(path: tuple[str, ...], value: Any) -> str:
     """Write the line of one setting."""
     *parents, key = path
     model = _NESTED[parents[0]] if parents else DHO2Config
-    head = f"{'.'.join(path)}={_quote(value)}"
+    head = f"{'.'.join(path)}={quote(value)}"
     field = model.model_fields.get(key)
     if field is None:
         allowed = ", ".join(model.model_fields)
         return f"{head}: must be a known setting; {_suggestion(path)}the settings here are: {allowed}"
     extra = field.json_schema_extra
-    assert isinstance(extra, dict)  # _setting() is the only way in which settings are declared
+    assert isinstance(extra, dict)  # setting() is the only way in which settings are declared
     return f"{head}: must be {extra['must']}; {extra['do']}"
 
 
 def _suggestion(path: tuple[str, ...]) -> str:
     """Guess which setting an unknown one was meant to be, on its own level first."""
-    levels: list[tuple[type[_Settings], str]] = [(DHO2Config, ""), *((m, f"{key}.") for key, m in _NESTED.items())]
+    levels: list[tuple[type[Settings], str]] = [(DHO2Config, ""), *((m, f"{key}.") for key, m in _NESTED.items())]
     prefix = "".join(f"{part}." for part in path[:-1])
     for model, qualifier in sorted(levels, key=lambda level: level[1] != prefix):
         close = difflib.get_close_matches(path[-1].lower(), model.model_fields, n=1, cutoff=0.7)
@@ -509,9 +315,3 @@ def _look_up(values: Any, path: tuple[int | str, ...]) -> Any:
     for part in path:
         values = values.get(part) if isinstance(values, Mapping) else getattr(values, str(part), None)
     return values
-
-
-def _quote(value: Any) -> str:
-    """Show a value in a message, on one line and not at full length."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

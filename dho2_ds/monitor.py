@@ -51,9 +51,11 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
     item = 2 if config.curvature.eigenvector_dtype == "bfloat16" else 4
     steps = config.curvature.lanczos_steps or default_lanczos_steps(k, numel)
     route, why = chosen_route(config.curvature)
+    # On curvature ranks the Lanczos vectors are elsewhere: weights, P^(1/2) and start vector go there, k rows return.
+    vectors = k + 3 if config.curvature.mode == "dedicated" else steps + 5
     return (
         f"DHO2 on {host}, {world_size} rank(s): {numel:,} parameters, k={k}, rule {config.rule} on {config.base}; "
-        f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes((steps + 5) * 4 * local_numel)} "
+        f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes(vectors * 4 * local_numel)} "
         f"during a refresh; HVPs by {route} ({why}); curvature {config.curvature.mode} every "
         f"{config.curvature.interval} steps from step {max(1, config.curvature.warmup_steps)}"
     )

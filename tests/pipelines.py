@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import dho2_ds
-from dho2_ds.pipeline import worlds
+from dho2_ds.pipeline import meeting, worlds
 from tests import engines, fsdp_engines
 from tests.distributed import run_ranks, silence_shm_op
 
@@ -51,23 +53,28 @@ def end_training(optimizer: Any) -> None:
     optimizer._refresher.dedicated._bridge.close()
 
 
-def serve(kind: str, rank: int, world: int, settings: dict[str, Any]) -> int:
-    """Build a run as a script does on a curvature rank; returns the code with which the process would end."""
+@contextlib.contextmanager
+def leaving() -> Iterator[list[int]]:
+    """On a curvature rank: what would end the process ends the block; yields the codes it would end with."""
+    codes: list[int] = []
 
     def leave(code: int) -> None:
         raise Left(code)
 
-    before, worlds.leave = worlds.leave, leave  # type: ignore[assignment]
     try:
-        run = make(kind, rank, world, settings)
-        run.step()
+        with mock.patch.object(worlds, "leave", leave):
+            yield codes
     except Left as end:
-        return int(end.args[0])
-    finally:
-        worlds.leave = before
-        if worlds._world is not None:
-            worlds._world.ended = False
-    raise AssertionError("a curvature rank trained")
+        codes.append(int(end.args[0]))
+        meeting._ended = False
+
+
+def serve(kind: str, rank: int, world: int, settings: dict[str, Any]) -> int:
+    """Build a run as a script does on a curvature rank; returns the code with which the process would end."""
+    with leaving() as codes:
+        make(kind, rank, world, settings).step()
+        raise AssertionError("a curvature rank trained")
+    return codes[0]
 
 
 def side_by_side(

@@ -84,7 +84,7 @@ BAD: list[tuple[str, list[Any]]] = [
     ("max_lr_scale", [0.99, math.inf, True]),
     ("fused", [1, "true"]),
     ("curvature", [5, "inline", []]),
-    ("curvature.mode", ["dedicated", "Spread", None]),
+    ("curvature.mode", ["elsewhere", "Spread", None]),
     ("curvature.spread_every", [0, -1, 1.5, True]),
     ("curvature.hvp", ["finite-difference", True]),
     ("curvature.lanczos_steps", [1, True, 20.5]),
@@ -130,8 +130,8 @@ def test_exact_wording() -> None:
     assert refusal(curvature={"interval": 0}) == [
         "curvature.interval=0: must be an integer >= 1; use num_eigenvectors=0 to train without curvature"
     ]
-    assert refusal(curvature={"mode": "dedicated"}) == [
-        "curvature.mode='dedicated': must be 'inline' or 'spread' in this version; "
+    assert refusal(curvature={"mode": "elsewhere"}) == [
+        "curvature.mode='elsewhere': must be 'inline', 'spread' or 'dedicated'; "
         "use 'inline' for the whole refresh at once"
     ]
     assert refusal(base="shampoo") == [

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.pipelines import SETTINGS, changed, end_training, inline, make, optimizer_of, run_both
+import dho2_ds
+from tests import engines
+from tests.distributed import run_ranks
+from tests.pipelines import SETTINGS, changed, end_training, inline, leaving, make, optimizer_of, run_both
 
 REPLAY = changed(SETTINGS, swaps=[[5, 8]])
 
@@ -54,6 +59,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {"base": "sgd", "lr": 0.05},
     "fosi": {"rule": "fosi", "base": "sgd", "lr": 0.05},
 }
+WIDE = {
+    (3, 1): ["ddp", "zero3", "fsdp2"],
+    (3, 2): ["zero2", "fsdp1:flat", "zero3:sub_groups"],
+    (2, 3): ["zero2:offload", "zero_redundancy", "fsdp2"],
+    (4, 2): ["hsdp", "tp", "fsdp2"],
+}
 WORLDS = {(2, 1): ["ddp", "zero2", "zero3"], (1, 2): ["zero1", "zero3"], (2, 2): ["zero0", "fsdp2", "fsdp1:orig"]}
 
 
@@ -67,6 +78,16 @@ def test_every_engine(training: int, curvature: int) -> None:
             check(found)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("training,curvature", WIDE)
+def test_every_engine_on_more_ranks(training: int, curvature: int) -> None:
+    kinds = WIDE[training, curvature]
+    for results in run_both(training, curvature, compare, [(kind, REPLAY) for kind in kinds], timeout=550):
+        for found in results:
+            check(found)
+
+
 @pytest.mark.timeout(300)
 def test_every_base_and_rule() -> None:
     """SOAP sends its state, in the owner layout; the others a vector, or nothing for P."""
@@ -74,3 +95,85 @@ def test_every_base_and_rule() -> None:
     for results in run_both(2, 1, compare, cases, timeout=250):
         for found in results:
             check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_every_base_and_rule_on_sharded_engines(kind: str) -> None:
+    cases = [(kind, {**REPLAY, **variant}) for variant in VARIANTS.values()]
+    for results in run_both(3, 2, compare, cases, timeout=350):
+        for found in results:
+            check(found)
+
+
+recorded: dict[str, Any] = {}
+
+
+def record_and_replay(kind: str, rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The first call lets swaps happen when they do, the second repeats them."""
+    if recorded:
+        settings = changed(settings, swaps=recorded["swaps"])
+    run = make(kind, rank, world, settings)
+    losses: list[float] = []
+    swaps: list[tuple[int, int]] = []
+    while len(swaps) < 2 or len(losses) < swaps[-1][1] + 5:
+        losses.append(run.step())
+        swaps = run.optimizer.curvature_stats()["swaps"]
+        time.sleep(0.0 if recorded else 0.02)  # so that curvature has the time to take part
+    end_training(run.optimizer)
+    recorded["swaps"] = [list(pair) for pair in swaps]
+    return {"losses": losses, "weights": run.weights(), "swaps": swaps}
+
+
+@pytest.mark.timeout(200)
+def test_recorded_swaps_replay_to_the_same_trajectory() -> None:
+    for first, second in run_both(2, 1, record_and_replay, [("zero2", SETTINGS)] * 2, timeout=150):
+        assert first["swaps"] == second["swaps"] and len(first["swaps"]) >= 2, (first["swaps"], second["swaps"])
+        assert first["losses"] == second["losses"]
+        assert torch.equal(first["weights"], second["weights"])
+
+
+def own_data(rank: int, world: int, curvature_ranks: int) -> Any:
+    """One training rank that stands still, curvature ranks with a part of the digits each."""
+    role = dho2_ds.init_distributed(curvature_ranks=curvature_ranks, backend="gloo")
+    model = engines.Classifier().double()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = dho2_ds.DHO2(
+        wrapped.parameters(), lr=0.0, base="sgd", num_eigenvectors=4,
+        curvature={"mode": "dedicated", "ranks": curvature_ranks, "warmup_steps": 1, "interval": 100,
+                   "lanczos_steps": 60, "swaps": [[1, 2]]},
+    )  # fmt: skip
+    x, y = engines.digits()
+    part = slice(100 * rank, 100 * (rank + 1))
+    with leaving() as left:
+        dho2_ds.attach(wrapped, optimizer, loss_fn=lambda m, batch: m(*batch), data=[(x[part], y[part])])
+    if role == "curvature":
+        return left[0]
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(x[:10], y[:10]).backward()
+        optimizer.step()
+    end_training(optimizer)
+    return optimizer.curvature_stats()["eigenvalues"]
+
+
+@pytest.mark.timeout(150)
+def test_every_curvature_rank_brings_data_of_its_own() -> None:
+    """The operator is the mean over the curvature ranks' batches (here ranks 1 and 2), as a dense Hessian says."""
+    found, *codes = run_ranks(3, own_data, 2, timeout=120, init=False)
+    assert codes == [0, 0]
+    model = engines.Classifier().double()
+    params = [*model.w, *model.b]
+    x, y = engines.digits()
+
+    def loss(*values: torch.Tensor) -> torch.Tensor:
+        return engines.classifier_loss(list(values), (x[100:300], y[100:300]))
+
+    blocks = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in params))
+    dense = torch.cat(
+        [torch.cat([b.reshape(p.numel(), -1) for b in row], 1) for row, p in zip(blocks, params, strict=True)]
+    )
+    values = torch.linalg.eigvalsh(dense)
+    want = values[values.abs().argsort(descending=True)][:4]
+    assert torch.allclose(torch.tensor(found, dtype=torch.float64), want, rtol=1e-5), (found, want)

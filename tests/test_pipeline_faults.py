@@ -150,7 +150,7 @@ def test_refused_with_a_reason(training: Training) -> None:
     before = training.status
     with training.curvature("other_model") as process:
         _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1 and "must be 6 tensors of 214 parameters" in errors, errors
+    assert process.returncode == 3 and "must be 6 tensors of 214 parameters" in errors, errors
     training.check(before, lost=0, warnings=0)
 
 

@@ -133,7 +133,6 @@ def refresh(
     route: str = "finite_difference",
     hint: Tensor | None = None,
     old: Eigenbasis | None = None,
-    weights: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Compute new leading eigenpairs of ``P^(1/2) H P^(1/2)`` at the current weights, all at once.
@@ -145,7 +144,6 @@ def refresh(
         finite_difference: step-size state kept between refreshes.
         route: ``finite_difference`` or ``exact``.
         hint, old: see :func:`start_vector`.
-        weights: (n_local,) local weights to work at instead of the engine's; finite differences only.
         between: called after every product.
 
     Returns:
@@ -155,11 +153,8 @@ def refresh(
     losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
     with autocast.off(), host.evaluation():
         exact = host.exact(losses, root) if route == "exact" else None
-        shift = None if weights is None else weights - host.weights(weights.dtype, weights.device)
 
         def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:
-            if shift is not None:
-                direction, eps = (shift if direction is None else torch.add(shift, direction, alpha=eps)), 1.0
             host.accumulate(losses, direction, eps, out)
 
         process = refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old)

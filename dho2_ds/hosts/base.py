@@ -153,6 +153,16 @@ class Host(ABC):
         parts = (flat_view(shard.param.detach()) for shard in self.shards)
         return self.layout.zero_padding_(local_vector(self.shards, parts, self.layout.numel, dtype, device))
 
+    @torch.no_grad()
+    def put_weights(self, local: Tensor) -> None:
+        """Replace the weights, everywhere; for curvature ranks, which do not train. Collective.
+
+        Args:
+            local: (n_local,) local values, as :meth:`weights` gives them.
+        """
+        for shard in self.shards:
+            flat_view(shard.param.detach()).copy_(local[shard.offset : shard.offset + shard.numel])
+
     # -- one curvature refresh ----------------------------------------------------------------------------------
 
     @property

@@ -166,6 +166,9 @@ class OwnerHost(Host):
     def weights(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._arrive(self.inner.weights(dtype, device))
 
+    def put_weights(self, local: Tensor) -> None:
+        self.inner.put_weights(self._leave(local))
+
     # -- one curvature refresh ----------------------------------------------------------------------------------
 
     def evaluation(self) -> AbstractContextManager[None]:

@@ -168,6 +168,14 @@ class ReplicatedHost(Host):
                 shard.param.grad = None
             self._gather(self._masters)
 
+    @torch.no_grad()
+    def put_weights(self, local: Tensor) -> None:
+        super().put_weights(local)
+        for i, shard in enumerate(self.shards):
+            self._slice(self._weights, i).copy_(flat_view(shard.param.detach()))
+        if self.reducer.world_size > 1:
+            self._gather(self._weights)
+
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         self._state = ModelState(self.module)

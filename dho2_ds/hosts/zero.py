@@ -143,6 +143,14 @@ class PartitionedHost(Host):
             self._state.restore()
             self._state, self._backup = None, []
 
+    @torch.no_grad()
+    def put_weights(self, local: Tensor) -> None:
+        super().put_weights(local)
+        self._before_weights_change()
+        for index in range(len(self.shards)):
+            self._publish(index)
+        self._after_weights_change()
+
     def accumulate(self, losses: Sequence[Loss], direction: Tensor | None, eps: float, out: Tensor) -> None:
         assert self._state is not None
         self._write(direction, eps)

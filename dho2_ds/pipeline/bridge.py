@@ -6,11 +6,9 @@ result; it never waits for the network.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -127,7 +125,6 @@ class Bridge:
         self._door = Door(host, port, token, self._admit, timeout)
         self.address = self._door.address
         threading.Thread(target=self._run, name="dho2 bridge", daemon=True).start()
-        _close_at_exit(self)
 
     # -- what the training thread calls ---------------------------------------------------------------------------
 
@@ -186,7 +183,7 @@ class Bridge:
         self._wake()
 
     def close(self) -> None:
-        """Training has ended: tell the curvature ranks, and listen no more."""
+        """Training has ended: tell the curvature ranks, and listen no more. May be called twice."""
         if not self._closed:
             self._closed = True
             self._door.close()
@@ -388,14 +385,3 @@ def _version() -> str:
     from dho2_ds import __version__
 
     return __version__
-
-
-def _close_at_exit(bridge: Bridge) -> None:
-    reference = weakref.ref(bridge)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)

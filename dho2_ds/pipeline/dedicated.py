@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,9 @@ from dho2_ds.hosts.base import Host
 from dho2_ds.monitor import is_main, logger
 from dho2_ds.pipeline.batches import encode
 from dho2_ds.pipeline.bridge import Bridge, Job, State
+from dho2_ds.pipeline.meeting import open_bridge
 from dho2_ds.pipeline.payload import pack, spaces
 from dho2_ds.pipeline.plan import fingerprint
-from dho2_ds.pipeline.worlds import open_bridge
 
 RETRY = 10
 """Steps from one look for curvature ranks to the next, while a refresh is due and there are none."""
@@ -39,6 +40,7 @@ _PAUSE = 0.05  # seconds between two looks in a replay
 class _Flight:
     number: int
     born: int
+    bytes: int
     total: Tensor | None = None
 
 
@@ -90,6 +92,7 @@ class Dedicated:
         """Let curvature ranks in that hold what this host holds. A collective the first time."""
         if self._bridge is None:
             self._bridge = open_bridge(self._settings)
+            weakref.finalize(self, self._bridge.close)  # at the latest when the process ends
         self._flight = None
         self._bridge.describe(spaces(host, base), fingerprint(self._config, host))
 
@@ -141,6 +144,7 @@ class Dedicated:
             copies, loaded = stage([t.clone() for t in tensors])  # training may write into its batch
             batch = (batch[0], copies)
         self._number += 1
+        item = torch.finfo(order.dtype).bits // 8
         self._bridge.start(
             Job(
                 number=self._number,
@@ -158,7 +162,8 @@ class Dedicated:
                 rows=order.k,
             )
         )  # fmt: skip
-        self._flight, self._complained = _Flight(self._number, order.born), False
+        held = sum(t.numel() * t.element_size() for _, _, t in parts) + order.k * host.layout.numel * item
+        self._flight, self._complained = _Flight(self._number, order.born, held), False
         return True
 
     def _all_connected(self, host: Host, *, pause: bool) -> bool:
@@ -213,7 +218,7 @@ class Dedicated:
             return self._failed(host, step)
         vectors, message = bridge.take()
         self.saved = tuple(message["saved"])
-        report = Refresh(**message["report"])
+        report = Refresh(**{**message["report"], "transient_bytes": flight.bytes})  # ours, not a curvature rank's
         values = torch.zeros(self._config.num_eigenvectors + 2, dtype=torch.float64)
         values[: len(report.eigenvalues)] = torch.tensor(report.eigenvalues, dtype=torch.float64)
         values[-2], values[-1] = report.next_eigenvalue, float(message["born"])

@@ -20,13 +20,14 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Order, refresh
 from dho2_ds.hosts.base import Host, Loss
-from dho2_ds.monitor import logger
-from dho2_ds.pipeline import worlds
+from dho2_ds.monitor import chosen_route, logger
+from dho2_ds.pipeline import meeting, worlds
 from dho2_ds.pipeline.batches import decode, receive_tensors
 from dho2_ds.pipeline.bridge import WEIGHTS
 from dho2_ds.pipeline.door import Refused, knock
 from dho2_ds.pipeline.payload import spaces, unpack_root
 from dho2_ds.pipeline.plan import fingerprint, layout_from_json, routes
+from dho2_ds.pipeline.supervisor import REFUSED
 from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
 from dho2_ds.sharding.layout import Layout
 
@@ -85,7 +86,7 @@ class Worker:
         try:
             for link in readable(self._links, 0):
                 if link.receive().get("closed") == "training ended":
-                    worlds.training_has_ended()
+                    meeting.training_has_ended()
         except LinkError:
             pass  # no last word
 
@@ -95,10 +96,10 @@ class Worker:
         """Open a session with all training ranks; False when training is gone. Collective over the curvature ranks."""
         deadline = time.monotonic() + self._config.curvature.timeout
         while True:
-            found = worlds.broadcast(self._look() if self._rank == 0 else {}, self._host.agreement.device)
+            found = meeting.broadcast(self._look() if self._rank == 0 else {}, self._host.agreement.device)
             if found.get("gone"):
-                if not self._joined and worlds.joined_from_outside():
-                    raise RuntimeError(f"no training job answers at {worlds.address_to_join()}; check the address")
+                if not self._joined and meeting.joined_from_outside():
+                    raise RuntimeError(f"no training job answers at {meeting.address_to_join()}; check the address")
                 return False
             if "refused" in found:
                 raise Refused(str(found["refused"]))
@@ -113,18 +114,18 @@ class Worker:
     def _look(self) -> dict[str, Any]:
         """What rank 0 finds at the training side's first door."""
         try:
-            address = worlds.address_to_join()
+            address = meeting.address_to_join()
             if address is None:
                 return {"wait": "they have not opened their doors"}
-            link, answer = knock(address, worlds.token(), {**self._meta, "asks": True}, 10.0, "training rank 0")
+            link, answer = knock(address, meeting.token(), {**self._meta, "asks": True}, 10.0, "training rank 0")
             link.close()
             return {"doors": answer["doors"], "session": secrets.randbits(52) + 1}
         except Refused as refusal:
             return {"wait" if refusal.retry else "refused": str(refusal)}
-        except worlds.TrainingGone:
+        except meeting.TrainingGone:
             return {"gone": True}
         except OSError:
-            gone = self._joined or worlds.joined_from_outside()
+            gone = self._joined or meeting.joined_from_outside()
             return {"gone": True} if gone else {"wait": "their door does not answer"}
 
     @property
@@ -139,7 +140,7 @@ class Worker:
             for rank, door in enumerate(doors):
                 meta = {**self._meta, "session": session, "rank": self._rank, "size": self._size}
                 timeout = self._config.curvature.timeout
-                link, answer = knock(door, worlds.token(), meta, timeout, f"training rank {rank}")
+                link, answer = knock(door, meeting.token(), meta, timeout, f"training rank {rank}")
                 links.append(link)
                 forms.append(answer["layouts"])
             self._plan([{space: layout_from_json(f) for space, f in form.items()} for form in forms])
@@ -183,6 +184,7 @@ class Worker:
         autocast = [(str(device), dtype_named(dtype)) for device, dtype in order["autocast"]]
         asked = Order(**{**order["order"], "dtype": dtype_named(order["order"]["dtype"]), "device": self._base.device})
         root = unpack_root(self._base, [*self._groups(order["groups"])], received)
+        self._host.put_weights(received.pop("weights"))
         if not self._host.module.training:
             self._host.module.train()
         with contextlib.ExitStack() as stack:
@@ -202,7 +204,7 @@ class Worker:
                 operator,
                 hint=received["hint"],
                 old=self._old,
-                weights=received["weights"],
+                route=chosen_route(self._config.curvature)[0],
                 between=self._still_wanted,
             )
         kept: Tensor | None = None
@@ -257,7 +259,7 @@ class Worker:
         message = link.receive()
         if "closed" in message:
             if message["closed"] == "training ended":
-                worlds.training_has_ended()
+                meeting.training_has_ended()
             raise LinkError(str(message["closed"]))
         if "job" not in message:
             raise LinkError(f"{link.peer}: an unexpected message with {sorted(message)}")
@@ -301,13 +303,16 @@ def _times(loss: Loss, weight: float) -> Loss:
 
 
 def serve(worker: Worker) -> None:
-    """Run a worker and end the process: 0 when training has ended, however it did; 1 when it was not admitted."""
+    """Run a worker and end the process: with 0 when training has ended, however it did, else with another code."""
     code = 0
     try:
         worker.run()
+    except Refused as refusal:
+        code = REFUSED
+        logger.error("this curvature rank was refused: %s", refusal)
     except Exception as error:
         code = 1
-        logger.error("curvature rank: %s: %s", type(error).__name__, error)
-        if not isinstance(error, (Refused, RuntimeError)):
-            logger.exception("curvature rank")
+        logger.error(
+            "curvature rank: %s: %s", type(error).__name__, error, exc_info=not isinstance(error, RuntimeError)
+        )
     worlds.leave(code)

@@ -1,4 +1,4 @@
-"""Two worlds out of one launch: public :func:`init_distributed`, and how the two sides find each other.
+"""Two worlds out of one launch: public :func:`init_distributed`.
 
 The launcher's last C processes get a default process group of their own, the others theirs, so that DeepSpeed, DDP and
 FSDP see ordinary worlds of T and of C ranks. A curvature job that was started by itself (``DHO2_JOIN=host:port``) is a
@@ -23,26 +23,23 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from dho2_ds.config import ConfigError, CurvatureConfig, parse_config
-from dho2_ds.monitor import logger
-from dho2_ds.pipeline.bridge import Bridge
-from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, write_run_file
+from dho2_ds.config import ConfigError, parse_config
+from dho2_ds.pipeline import supervisor
+from dho2_ds.pipeline.door import JOIN, TOKEN, new_token
 
 Role = Literal["training", "curvature"]
-
-
-class TrainingGone(ConnectionError):
-    """The training side has ended."""
 
 
 @dataclass
 class _World:
     role: Role
     store: Any  # of the launcher's whole world; None for a job by itself
-    ended: bool = False
 
 
 _world: _World | None = None
+
+_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TOKEN)
+"""What a curvature process that is started again needs to find the launch."""
 
 
 def role() -> Role:
@@ -50,6 +47,11 @@ def role() -> Role:
     if _world is not None:
         return _world.role
     return "curvature" if os.environ.get(JOIN) else "training"
+
+
+def launch_store() -> Any:
+    """The launcher's store, which both sides of one launch see; None without curvature ranks in it."""
+    return _world.store if _world is not None else None
 
 
 def init_distributed(
@@ -85,6 +87,8 @@ def init_distributed(
         raise RuntimeError("a default process group exists: call dho2_ds.init_distributed(...) before anything else")
     if curvature_ranks is None:
         curvature_ranks = _ranks_in(config) if config is not None else 0
+    if curvature_ranks and _launched_as_curvature_rank(curvature_ranks) and not os.environ.get(JOIN):
+        supervisor.supervise()
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     _find_launcher()
@@ -104,8 +108,13 @@ def init_distributed(
     _world = _World(side, PrefixStore("dho2", store) if curvature_ranks else None)
     if curvature_ranks:
         _share_token(_world.store, rank, world)
-    mine, size = (rank, training) if side == "training" else (rank - training, curvature_ranks)
-    dist.init_process_group(backend, store=PrefixStore(f"dho2/{side}", store), rank=mine, world_size=size, **options)
+    mine, size, place = rank, training, "dho2/training"
+    if side == "curvature":
+        mine, size = rank - training, curvature_ranks
+        # A new group where curvature ranks were started again; all of them are, when one fails.
+        place = f"dho2/curvature/{(_world.store.add('curvature starts', 1) - 1) // size}"
+        supervisor.remember({name: os.environ[name] for name in _LAUNCH if name in os.environ})
+    dist.init_process_group(backend, store=PrefixStore(place, store), rank=mine, world_size=size, **options)
     os.environ.update(RANK=str(mine), WORLD_SIZE=str(size))
     if side == "curvature":
         _fit_batches(training, config)
@@ -123,6 +132,15 @@ def _ranks_in(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
     curvature = parse_config({"curvature": params.get("curvature")}).curvature
     wanted = curvature.mode == "dedicated" and params.get("num_eigenvectors") != 0
     return curvature.ranks if wanted else 0
+
+
+def _launched_as_curvature_rank(curvature_ranks: int) -> bool:
+    """Whether the launcher's variables say so; known before anything is connected."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in os.environ and size in os.environ:
+            world = int(os.environ[size])
+            return curvature_ranks < world <= int(os.environ[rank]) + curvature_ranks
+    return False
 
 
 def _find_launcher() -> None:
@@ -197,127 +215,13 @@ def _fit_batches(training: int, given: object) -> None:
     DeepSpeedConfig._set_batch_related_parameters = fitted
 
 
-# -- the training side ------------------------------------------------------------------------------------------
-
-
-def open_bridge(settings: CurvatureConfig) -> Bridge:
-    """Open this training rank's door, and say where and with which token one enters. Collective.
-
-    Raises:
-        ConfigError: curvature ranks were asked for and :func:`init_distributed` was not called.
-    """
-    store = _world.store if _world is not None else None
-    if settings.ranks and store is None:
-        raise ConfigError(
-            f"curvature.ranks={settings.ranks}: must be split off before the process group is made; call "
-            "dho2_ds.init_distributed(config) first, or set it to 0 and start curvature ranks with DHO2_JOIN"
-        )
-    several = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-    device = group_device()
-    shared = os.environ.get(TOKEN) or new_token()
-    shared = str(broadcast({"token": shared}, device)["token"])
-    host, port = _listen_at(settings.address, rank)
-    doors: list[str] = []
-    bridge = Bridge(
-        rank=rank, world=world, host=host, port=port, token=shared, timeout=settings.timeout,
-        doors=lambda: doors or None,
-    )  # fmt: skip
-    doors += [str(broadcast({"at": bridge.address}, device, source)["at"]) for source in range(world)]
-    if rank == 0:
-        path = write_run_file(bridge.address, shared)
-        logger.info("curvature ranks may join at %s; the token is in %s", bridge.address, path)
-        if store is not None:
-            store.set("door", bridge.address)
-    return bridge
-
-
-def _listen_at(address: str | None, rank: int) -> tuple[str, int]:
-    if address:
-        host, _, port = address.rpartition(":") if ":" in address else (address, "", "0")
-        return host.strip("[]"), int(port) if rank == 0 else 0
-    several = dist.is_available() and dist.is_initialized()
-    return own_host(os.environ.get("MASTER_ADDR") if several else None), 0
-
-
-# -- the curvature side -----------------------------------------------------------------------------------------
-
-
-def joined_from_outside() -> bool:
-    """True in a curvature job that was started by itself."""
-    return bool(os.environ.get(JOIN))
-
-
-def token() -> str:
-    """The job's token.
-
-    Raises:
-        ConfigError: it is not known.
-    """
-    found = os.environ.get(TOKEN)
-    if not found:
-        raise ConfigError(f"{TOKEN}: must be set with {JOIN}; take it from the training job's run file")
-    return found
-
-
-def address_to_join() -> str | None:
-    """Where the first training rank's door is, None while it is not open.
-
-    Raises:
-        TrainingGone: the launcher's store is gone, and with it training.
-    """
-    if _world is not None and _world.ended:
-        raise TrainingGone("training has ended")
-    if joined_from_outside():
-        return os.environ[JOIN]
-    assert _world is not None
-    try:
-        return _world.store.get("door").decode() if _world.store.check(["door"]) else None
-    except (RuntimeError, dist.DistError) as error:
-        raise TrainingGone(str(error)) from error
-
-
-def training_has_ended() -> None:
-    """Note that the training side has said so."""
-    global _world
-    if _world is None:
-        _world = _World("curvature", None)
-    _world.ended = True
-
-
 def leave(code: int) -> NoReturn:
     """End a curvature process: without torch's and DeepSpeed's teardown, which may wait for peers that are gone.
 
-    The code is 0 for a rank of the training job's own launch, whatever happened: launchers end everything when one
-    process fails, and training goes on without curvature.
+    The code is 0 for an unsupervised rank of the training job's own launch, whatever happened: launchers end everything
+    when one process fails, and training goes on without curvature.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code if joined_from_outside() else 0)
-
-
-# -- small collectives ------------------------------------------------------------------------------------------
-
-
-def group_device() -> torch.device:
-    """Where the default group's tensors live."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def broadcast(message: dict[str, Any], device: torch.device, source: int = 0) -> dict[str, Any]:
-    """One rank's JSON object, on every rank of the default group. Two broadcasts."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return message
-    content = json.dumps(message).encode()
-    size = torch.tensor([len(content)], device=device)
-    dist.broadcast(size, source)
-    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == source:
-        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(data, source)
-    found = json.loads(bytes(data.cpu().tolist()))
-    assert isinstance(found, dict)
-    return found
+    os._exit(code if os.environ.get(JOIN) or supervisor.supervised() else 0)

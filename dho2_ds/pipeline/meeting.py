@@ -1,0 +1,147 @@
+"""How the two sides find each other: the training ranks' doors, the job's token, and who says that it has ended."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dho2_ds.config import ConfigError, CurvatureConfig
+from dho2_ds.monitor import logger
+from dho2_ds.pipeline import worlds
+from dho2_ds.pipeline.bridge import Bridge
+from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, write_run_file
+
+_ended = False  # the training side has said so
+
+
+class TrainingGone(ConnectionError):
+    """The training side has ended."""
+
+
+# -- the training side ------------------------------------------------------------------------------------------
+
+
+def open_bridge(settings: CurvatureConfig) -> Bridge:
+    """Open this training rank's door, and say where and with which token one enters. Collective.
+
+    Raises:
+        ConfigError: curvature ranks were asked for and :func:`init_distributed` was not called.
+    """
+    store = worlds.launch_store()
+    if settings.ranks and store is None:
+        raise ConfigError(
+            f"curvature.ranks={settings.ranks}: must be split off before the process group is made; call "
+            "dho2_ds.init_distributed(config) first, or set it to 0 and start curvature ranks with DHO2_JOIN"
+        )
+    several = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    device = group_device()
+    shared = os.environ.get(TOKEN) or new_token()
+    shared = str(broadcast({"token": shared}, device)["token"])
+    host, port = _listen_at(settings.address, rank)
+    doors: list[str] = []
+    bridge = Bridge(
+        rank=rank, world=world, host=host, port=port, token=shared, timeout=settings.timeout,
+        doors=lambda: doors or None,
+    )  # fmt: skip
+    doors += [str(broadcast({"at": bridge.address}, device, source)["at"]) for source in range(world)]
+    if rank == 0:
+        path = write_run_file(bridge.address, shared)
+        logger.info("curvature ranks may join at %s; the token is in %s", bridge.address, path)
+        if store is not None:
+            store.set("door", bridge.address)
+            atexit.register(_say_ended, store)
+    return bridge
+
+
+def _say_ended(store: Any) -> None:
+    """For curvature ranks that have not come yet: ``torchrun``'s store outlives training, and so cannot tell."""
+    try:
+        store.set("ended", "yes")
+    except (RuntimeError, dist.DistError):
+        pass  # the launcher has closed it: that tells too
+
+
+def _listen_at(address: str | None, rank: int) -> tuple[str, int]:
+    if address:
+        host, _, port = address.rpartition(":") if ":" in address else (address, "", "0")
+        return host.strip("[]"), int(port) if rank == 0 else 0
+    several = dist.is_available() and dist.is_initialized()
+    return own_host(os.environ.get("MASTER_ADDR") if several else None), 0
+
+
+# -- the curvature side -----------------------------------------------------------------------------------------
+
+
+def joined_from_outside() -> bool:
+    """True in a curvature job that was started by itself."""
+    return bool(os.environ.get(JOIN))
+
+
+def token() -> str:
+    """The job's token.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    found = os.environ.get(TOKEN)
+    if not found:
+        raise ConfigError(f"{TOKEN}: must be set with {JOIN}; take it from the training job's run file")
+    return found
+
+
+def address_to_join() -> str | None:
+    """Where the first training rank's door is, None while it is not open.
+
+    Raises:
+        TrainingGone: the launcher's store is gone, and with it training.
+    """
+    if _ended:
+        raise TrainingGone("training has ended")
+    if joined_from_outside():
+        return os.environ[JOIN]
+    store = worlds.launch_store()
+    assert store is not None
+    try:
+        if store.check(["ended"]):
+            raise TrainingGone("training has ended")
+        return str(store.get("door").decode()) if store.check(["door"]) else None
+    except (RuntimeError, dist.DistError) as error:
+        raise TrainingGone(str(error)) from error
+
+
+def training_has_ended() -> None:
+    """Note that the training side has said so."""
+    global _ended
+    _ended = True
+
+
+# -- small collectives ------------------------------------------------------------------------------------------
+
+
+def group_device() -> torch.device:
+    """Where the default group's tensors live."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def broadcast(message: dict[str, Any], device: torch.device, source: int = 0) -> dict[str, Any]:
+    """One rank's JSON object, on every rank of the default group. Two broadcasts."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return message
+    content = json.dumps(message).encode()
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if dist.get_rank() == source:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    found = json.loads(bytes(data.cpu().tolist()))
+    assert isinstance(found, dict)
+    return found

@@ -1,0 +1,36 @@
+"""A whole training script with curvature ranks, for the tests that start it with a launcher."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dho2_ds
+
+if __name__ == "__main__":
+    curvature, steps, pause = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    role = dho2_ds.init_distributed(curvature_ranks=curvature)
+    print(f"{role} rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()}", flush=True)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    )
+    x = torch.randn(64, 8)
+    y = x[:, :1].sin()
+    settings = {"mode": "dedicated", "ranks": curvature, "timeout": 20, "warmup_steps": 5, "interval": 10}
+    optimizer = dho2_ds.DHO2(model.parameters(), lr=3e-3, num_eigenvectors=4, curvature=settings)
+    dho2_ds.attach(model, optimizer, loss_fn=lambda m, b: (m(b[0]) - b[1]).square().mean(), data=[(x, y)])
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        time.sleep(pause)
+        stats = optimizer.curvature_stats()
+        if dist.get_rank() == 0 and stats["in_flight"] is False:
+            print(f"refreshes {stats['refreshes']} lost {stats['lost']} step {step}", flush=True)
+        if "raise" in sys.argv and stats["refreshes"]:
+            raise RuntimeError("training fails")
+    print("training is over", flush=True)
