@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: 
 
 Record = dict[str, Any]
 BLUE, RED, GREEN, AMBER, GREY = "#3b6ea8", "#d1495b", "#3a8f5c", "#d98e04", "0.6"
-MODE_COLOURS = {"none": GREY, "inline": RED, "spread": AMBER, "dedicated": BLUE}
+MODE_COLOURS = {"none": GREY, "busy": "0.8", "inline": RED, "spread": AMBER, "dedicated": BLUE}
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 
 
@@ -36,8 +36,8 @@ def draw_timeline(record: Record, output: Path, leading: float = 6.0) -> None:
         axes.broken_barh(shown, (row - height / 2, height), facecolors=colour, edgecolor="white", linewidth=0.4)
 
     figure, axes = plt.subplots(figsize=(13, 3.9), dpi=100, layout="constrained")
-    rows = {"training steps": 3, "transfers": 2, "Lanczos products": 1}
-    flying = [any(born <= i <= swap for born, swap in swaps) for i in range(len(steps))]
+    rows = {"training steps": 3, "transfers\n(drawn wider)": 2, "Lanczos products": 1}
+    flying = [any(born <= i < swap for born, swap in swaps) for i in range(len(steps))]
     for state, colour in ((False, "#b9cbe0"), (True, BLUE)):
         bars(axes, 3, [span for span, flies in zip(steps, flying, strict=True) if flies == state], colour)
     wide = (last - zero) / 300  # a transfer on one machine takes a fraction of a pixel

@@ -97,8 +97,8 @@ def target(
 ) -> None:
     """Time to a loss that is fixed before DHO2 runs: 5 % above where AdamW ends with the best of four learning rates.
 
-    That is the median over the seeds of the comparison, so AdamW is tuned on the seeds on which it is judged; DHO2 has the
-    demo's settings. Task and schedule are the demo's too, in one process instead of two.
+    That is the median over the seeds of the comparison, so AdamW is tuned on the seeds on which it is judged; DHO2 has
+    the demo's settings. Task and schedule are the demo's too, in one process instead of two.
     """
     seeds, steps = (1, 60) if quick else (seeds, steps)
     configs = {name: json.loads((CONFIGS / f"demo_{name}.json").read_text()) for name in ("adamw", "dho2")}
