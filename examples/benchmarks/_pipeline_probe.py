@@ -42,6 +42,7 @@ def record_training() -> dict[str, int]:
     def taken(self: Any) -> Any:
         vectors, report = take(self)
         sizes["receive"] = held(vectors)
+        sizes["pairs"] = 0 if vectors is None else len(vectors)  # those that did not converge are not sent
         return vectors, report
 
     bridge.Bridge.start, bridge.Bridge.take = started, taken  # type: ignore[method-assign]

@@ -49,7 +49,7 @@ def keep(output: Path, part: str, record: dict[str, Any]) -> None:
 def write(output: Path, part: str, record: dict[str, Any], table: str) -> None:
     keep(output, part, record)
     (output / f"{part}.md").write_text(table + "\n")
-    console.print(f"\n{table}\n\nwrote {part}.json, {part}.md and pictures to {output}", markup=False, highlight=False)
+    console.print(f"\n{table}\n\nwrote {part}.* to {output}", markup=False, highlight=False)
 
 
 @app.callback(invoke_without_command=True)
