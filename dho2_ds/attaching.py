@@ -76,9 +76,17 @@ def attach(
 def _follow(wrapper: torch.optim.Optimizer, owner: DHO2) -> None:
     """Let a ZeroRedundancyOptimizer's own state dicts carry curvature.
 
-    It collects the parameters' state from the inner optimizers but builds param groups itself, and on loading it writes
-    into the inner optimizer without calling it.
+    It collects the parameters' state from the inner optimizers, one rank after the other, but builds param groups
+    itself, and on loading it writes into the inner optimizer without calling it.
     """
+    consolidate = wrapper.consolidate_state_dict  # type: ignore[attr-defined]
+
+    def consolidated(to: int = 0) -> None:
+        owner.consolidate()
+        try:
+            consolidate(to)
+        finally:
+            owner.release()
 
     def saved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict["param_groups"][0].update(owner.record())
@@ -90,6 +98,7 @@ def _follow(wrapper: torch.optim.Optimizer, owner: DHO2) -> None:
 
     if not hasattr(wrapper, "_dho2_follows"):
         wrapper._dho2_follows = True  # type: ignore[attr-defined]
+        wrapper.consolidate_state_dict = consolidated  # type: ignore[attr-defined]
         wrapper.register_state_dict_post_hook(saved)
         wrapper.register_load_state_dict_post_hook(loaded)
     if owner.steps == 0 and any(len(mine) for mine in owner.state.values()):

@@ -2,6 +2,8 @@
 
 The base state is exactly torch's, so checkpoints of AdamW, Adam or SGD and of DHO2 can be exchanged. On top of it:
 
+- with base ``soap``, whose state no other optimizer has, every parameter's state is ``soap_0`` ... (see
+  :mod:`dho2_ds.soap_state`);
 - every parameter's state gets ``eigenvector_0 .. eigenvector_{k-1}``, shaped like the parameter. That is the one form
   which torch.distributed.checkpoint reshards between DDP, FSDP1 and FSDP2 and over any two world sizes;
 - param group 0 gets ``dho2_counters``, ``dho2_eigenvalues`` and ``dho2_velocity``, small float64 tensors, equal on all
@@ -25,7 +27,8 @@ from dho2_ds.base import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, torch_optimizer
 from dho2_ds.config import ConfigError
 
 COUNTERS, EIGENVALUES, VELOCITY, GROUPS = "dho2_counters", "dho2_eigenvalues", "dho2_velocity", "dho2_groups"
-ROW = "eigenvector_"
+SOAP_SUM = "dho2_soap_sum"  # which files beside a DeepSpeed checkpoint hold its soap state
+ROW, SOAP = "eigenvector_", "soap_"
 _RULES, _BASES = ("adaptive", "fosi"), ("adamw", "adam", "sgd", "soap")
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
@@ -136,18 +139,18 @@ def strip(group: dict[str, Any], keep: set[str]) -> None:
     """Remove from a loaded param group what is not a hyper-parameter of ours: the entries of this module, and
     implementation flags (fused, foreach, ...) of the optimizer that wrote the checkpoint."""
     flags = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "bias_correction")
-    for key in (COUNTERS, EIGENVALUES, VELOCITY, GROUPS, *flags, *_UNSUPPORTED):
+    for key in (COUNTERS, EIGENVALUES, VELOCITY, GROUPS, SOAP_SUM, *flags, *_UNSUPPORTED):
         if key not in keep:
             group.pop(key, None)
 
 
 def normalise(mine: dict[str, Any], saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Undo what torch's ``load_state_dict`` did to one parameter's eigenvectors: it casts to the parameter's dtype.
+    """Undo what torch's ``load_state_dict`` did to one parameter's entries of ours: it casts to the parameter's dtype.
 
     Other Adams keep their step count as an int, or in the param group.
     """
     for name, value in saved.items():
-        if isinstance(name, str) and name.startswith(ROW) and isinstance(value, Tensor):
+        if isinstance(name, str) and name.startswith((ROW, SOAP)) and isinstance(value, Tensor):
             mine[name] = value.to(device=mine[name].device)
     step = mine.get(STEP, group.get(STEP) if EXP_AVG in mine else None)
     if step is not None and not isinstance(step, Tensor):
@@ -170,3 +173,10 @@ def take_rows(mine: dict[str, Any]) -> dict[int, Tensor]:
         if suffix.isdigit() and isinstance(value, Tensor):
             rows[int(suffix)] = value
     return rows
+
+
+def adam_placeholder(numel: int, step: int) -> dict[str, Tensor]:
+    """Entries that DeepSpeed's universal converter insists on, or it leaves the weights out too: (numel,) zeros that
+    take no memory, for a base that has no such state."""
+    zeros = torch.zeros(1).expand(numel)
+    return {STEP: torch.tensor(float(step)), EXP_AVG: zeros, EXP_AVG_SQ: zeros}

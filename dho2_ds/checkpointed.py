@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,9 @@ from dho2_ds.checkpoint import (
     COUNTERS,
     GROUPS,
     ROW,
+    SOAP_SUM,
     Record,
+    adam_placeholder,
     check_groups,
     normalise,
     reserve_rows,
@@ -41,6 +42,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         _base_state: {shard tensor: base state}; the dictionaries are those in ``self.state``.
         _relink: state or shards were replaced: link them before the next use. _stateful: there is state to save.
         _loaded: the record and the eigenvectors of a checkpoint that wait for a host.
+        _soap_sum: [sum over the state of the base ``soap``] when it was last saved or loaded in files of its own.
     """
 
     config: DHO2Config
@@ -58,6 +60,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     _loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None
     _consolidated: dict[str, Any] | None
     _captured: Tensor | None
+    _soap_sum: list[float]
 
     @property
     def uses_host(self) -> bool:
@@ -70,7 +73,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         Every entry is shaped like its parameter, so torch.save, FSDP's and torch.distributed.checkpoint's functions
         work as on torch's optimizers. Under ``DistributedDataParallel`` each rank owns a slice of the state: there
         this is a **collective** that gives every rank all of it ((k + 2) n numbers), so call it on every rank and save
-        on one. Under DeepSpeed use ``engine.save_checkpoint``, which keeps the eigenbasis in files beside.
+        on one. With base ``soap`` it is a collective on every engine: one all-to-all of the state, which a rank then
+        holds once more, 1/P of it on each of P ranks except under DDP. Under DeepSpeed use ``engine.save_checkpoint``,
+        which keeps the eigenbasis in files beside.
 
         Raises:
             RuntimeError: another rank did not call it within a minute.
@@ -94,6 +99,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         if self._host is not None and self._host.state_outside:
             # DeepSpeed's universal loader for ZeRO-3 gives every group the first one's hyper-parameters.
             first[GROUPS] = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+            if isinstance(self._base, SoapOptimizer):
+                first[SOAP_SUM] = torch.tensor(self._soap_sum, dtype=torch.float64)
+                params = enumerate(iter_params(self.param_groups))
+                packed["state"] = {i: adam_placeholder(p.numel(), self._step) for i, p in params}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,6 +138,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         had_curvature = COUNTERS in self.param_groups[0] or any(rows.values())
         record = Record.take(self.param_groups[0])
         hyper = self.param_groups[0].pop(GROUPS, None) or []
+        self._soap_sum = self.param_groups[0].pop(SOAP_SUM, torch.empty(0)).tolist()
         for group, saved in zip(self.param_groups, hyper, strict=False):
             group.update(saved)
         for group in self.param_groups:
@@ -175,7 +185,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """Let ``write`` keep this rank's state of the base ``soap``; nothing to do for torch's. Collective."""
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None:
-            record, state = Record(kept=1, born=self._step), base.pack()[None]
+            state = base.pack()[None]
+            self._soap_sum = host.reducer.sum_(state.double().sum().view(1)).tolist()
+            record = self._soap_record()
             self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
 
     def load_base(self, read: Callable[..., Tensor]) -> None:
@@ -187,9 +199,13 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None and self._step:
-            layout, record = base.state_layouts[host.reducer.rank], Record(kept=1, born=self._step)
+            layout, record = base.state_layouts[host.reducer.rank], self._soap_record()
             self._together(lambda: base.buffer.copy_(read(layout, base.state_sizes, record)[0]))
             base.unpack()
+
+    def _soap_record(self) -> Record:
+        """By which the files of a save are told from another run's in the same folder."""
+        return Record(kept=1, born=self._step, eigenvalues=self._soap_sum)
 
     def _together(self, call: Callable[[], object]) -> None:
         """Call, and raise on every rank if one of them raised."""
@@ -283,7 +299,8 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     def consolidate(self) -> None:
         """Keep a state dict for whoever asks on one rank only, until :meth:`release`. Collective."""
-        if self._host is not None and self._host.gathers:
+        host = self._host
+        if host is not None and (host.gathers or (self.config.base == "soap" and not host.state_outside)):
             self._consolidated = self.state_dict()
 
     def release(self) -> None:
@@ -325,29 +342,23 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         On replicated hosts a rank owns a slice of a parameter; state loaded for the whole parameter is cut here.
         """
         assert self._host is not None
-        keys = self._host.keys()
         if isinstance(self._base, SoapOptimizer):
             self._link_soap(self._base, self._host)
         else:
-            self._link_shards(self._host, keys)
+            self._link_shards(self._host, self._host.keys())
         self._relink, self._stateful = False, True
         if self._loaded is not None and self._base is not None and not self._host.state_outside:
-            found = self._loaded[1]
-            self._restore({i: self._absorb_rows(i, found.get(id(key), {})) for i, key in enumerate(keys)})
-
-    def _absorb_rows(self, index: int, rows: dict[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's part of loaded eigenvectors; those of another shape are left out."""
-        assert self._host is not None
-        mine = {}
-        for i, row in rows.items():
-            with contextlib.suppress(ValueError):
-                mine[i] = self._host.absorb(index, row)
-        return mine
+            record, found = self._loaded
+            wanted = min(int(record.kept), self.config.num_eigenvectors)
+            self._restore(self._host.absorb_rows(found, wanted, self._space.dtype(self._base.dtype)))
 
     def _link_soap(self, base: SoapOptimizer, host: Host) -> None:
         """The state lives in the base; ``self.state`` holds what was loaded until it is taken over, else only names."""
-        if self._relink and not host.state_outside:
-            if any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values()):
+        if self._relink and host.state_outside:
+            self.state.clear()  # placeholders
+        elif self._relink:
+            found = any(isinstance(value, Tensor) for mine in self.state.values() for value in mine.values())
+            if not host.agreement.agree(not found):  # a rank may hold a part of no parameter, or have no parameter
                 base.load(self.state)
             self.state.clear()
             self.state.update({p: {} for p in iter_params(self.param_groups)})
@@ -365,7 +376,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             if self._relink:
                 for name, value in mine.items():
                     if isinstance(value, Tensor) and name != STEP:
-                        mine[name] = host.absorb(index, value)
+                        value = host.absorb(index, value)
+                        if value.stride() != shard.param.stride():  # torch's fused kernels go by storage order
+                            value = torch.empty_like(shard.param, dtype=value.dtype).copy_(value)
+                        mine[name] = value
             if self._relink or not mine:
                 fused = self._fused_for(host)
                 init_state(self.config.base, shard.param, mine, fused=fused, momentum=self._momentum)

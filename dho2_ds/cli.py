@@ -1,4 +1,4 @@
-"""The ``dho2`` command: the demonstration and a check of the environment."""
+"""The ``dho2`` command: the demonstration, curvature ranks for a running job, and a check of the environment."""
 
 from __future__ import annotations
 
@@ -69,6 +69,26 @@ def demo(
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     os.execve(sys.executable, command + context.args, {**os.environ, "PATH": path})
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def join(
+    context: typer.Context,
+    run_file: Annotated[Path, typer.Argument(help="The training job's run file; its log says where it is.")],
+) -> None:
+    """Start curvature ranks for a running training job: `dho2 join run.json torchrun --nproc_per_node 2 train.py`."""
+    try:
+        found = json.loads(run_file.read_text())
+        environment = {name: str(found[name]) for name in ("DHO2_JOIN", "DHO2_JOB_TOKEN")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        typer.echo(f"run_file={run_file}: must be the training job's run file ({error}); see its log", err=True)
+        raise typer.Exit(2) from error
+    if not context.args or shutil.which(context.args[0]) is None:
+        command = " ".join(context.args) or "(nothing)"
+        typer.echo(f"command={command}: must be the training script's own, e.g. torchrun train.py", err=True)
+        raise typer.Exit(2)
+    sys.stdout.flush()
+    os.execvpe(context.args[0], context.args, {**os.environ, **environment})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """DeepSpeed's ``engine.save_checkpoint`` and ``engine.load_checkpoint`` carry the eigenbasis, with no further call.
 
-The base ``soap`` has its state whole in the same form, by block, in ``<tag>/dho2_soap/``.
+The base ``soap`` has its state whole in the same form, by block, in ``<tag>/dho2_soap/``; what its converted universal
+checkpoint says of Adam's state is zeros (:func:`dho2_ds.checkpoint.adam_placeholder`).
 
 The optimizer's state in DeepSpeed's files stays exactly AdamW's, so ``ds_to_universal``, ``zero_to_fp32`` and a return
 to AdamW work. The eigenvectors lie beside, in ``<tag>/dho2_eigenbasis/``: ``index.pt`` says which rank's file holds
@@ -76,6 +77,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         universal = engine.load_universal_checkpoint()
         if universal:
             owner.adopt()  # this loader writes into param groups and state itself
+            if owner.config.base == "soap":
+                _forget_placeholders(engine)
         if not owner.attached:
             from dho2_ds.attaching import attach  # built on the optimizer, which imports this module
 
@@ -88,6 +91,13 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checkpoint
+
+
+def _forget_placeholders(engine: Any) -> None:
+    """The base ``soap`` has no state like Adam's; what the universal loader made of its placeholders is let go."""
+    for param in engine.module.parameters():
+        if getattr(param, "_hp_mapping", None) is not None:
+            param._hp_mapping.optim_fragment = {}
 
 
 def _owner(engine: Any) -> Any:

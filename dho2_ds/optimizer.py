@@ -94,6 +94,7 @@ class DHO2(CheckpointedOptimizer):
         self._stateful = False
         self._loaded: tuple[Record, dict[int, dict[int, Tensor]]] | None = None
         self._consolidated: dict[str, Any] | None = None
+        self._soap_sum: list[float] = []
         self._announced = False
         allow_under_deepspeed(type(self))
         if self.uses_host:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dho2_ds.base import STEP, BaseOptimizer, Chunk, init_state
-from dho2_ds.config import ConfigError, SoapConfig
+from dho2_ds.config import SoapConfig
 from dho2_ds.hosts.owner import OwnerHost
-from dho2_ds.sharding.layout import Layout, Segment, replicated
-from dho2_ds.sharding.redistribute import redistribute
+from dho2_ds.sharding.layout import Layout, Segment
 from dho2_ds.shards import Shard
-from dho2_ds.soap import SoapMatrix, state_shapes
+from dho2_ds.soap import SoapMatrix
+from dho2_ds.soap_state import SEEN, SoapEntries, block_shapes, signature
 
-SEEN = "seen"
 _ALIGNMENT = 16  # elements: matrices start at multiples of 64 bytes
 
 
@@ -51,7 +51,7 @@ class SoapOptimizer(BaseOptimizer):
             f"{block.name}/{name}": int(torch.Size(shape).numel())
             for block in host.blocks
             if block.numel
-            for name, shape in {SEEN: (1,), **state_shapes(block)}.items()
+            for name, shape in block_shapes(block).items()
         }
         self.state_layouts = [self._layout(layout) for layout in host.layouts]
         rank = host.reducer.rank
@@ -61,7 +61,7 @@ class SoapOptimizer(BaseOptimizer):
         self._matrices: list[tuple[Shard, SoapMatrix]] = []
         for block, shard in pairs:
             views = {}
-            for name, shape in {SEEN: (1,), **state_shapes(block)}.items():
+            for name, shape in block_shapes(block).items():
                 place = places[f"{block.name}/{name}"]
                 views[name] = self.buffer[place.offset : place.offset + place.length].view(shape)
             self._seen.append(views.pop(SEEN))
@@ -77,7 +77,7 @@ class SoapOptimizer(BaseOptimizer):
         segments, offset = [], 0
         by_name = {block.name: block for block in self._host.blocks}
         for owned in blocks.segments:
-            for name in (SEEN, *state_shapes(by_name[owned.name])):
+            for name in block_shapes(by_name[owned.name]):
                 key = f"{owned.name}/{name}"
                 segments.append(Segment(key, 0, self.state_sizes[key], offset))
                 offset += -(-self.state_sizes[key] // _ALIGNMENT) * _ALIGNMENT
@@ -149,9 +149,10 @@ class SoapOptimizer(BaseOptimizer):
         return [m.seen for _, m in self._matrices] + [int(self.state[s.param][STEP]) for s in self.shards]
 
     def pack(self) -> Tensor:
-        """The buffer, with the counts of steps written into it."""
-        for place, count in zip(self._seen, self._counts(), strict=True):
+        """The buffer, with the counts of steps written into it, and beside them what blocks they are of."""
+        for place, count, block in zip(self._seen, self._counts(), self._host.owned, strict=True):
             place.fill_(float(count))
+            self.buffer[place.storage_offset() + 1] = signature(block)
         return self.buffer
 
     def unpack(self) -> None:
@@ -163,73 +164,26 @@ class SoapOptimizer(BaseOptimizer):
             self.state[shard.param][STEP].fill_(float(count))
         self.forget_steps()
 
-    def entries(self) -> list[tuple[Tensor, str, Tensor]]:
-        """(key, name, tensor) of every block of every parameter, whole; a collective where the host gathers."""
-        keys = self._keys()
-        whole = replicated(self.state_sizes, len(self.state_layouts))
-        flat = redistribute(
-            self.pack(), self.state_layouts, whole, self._host.reducer.group, rank=self._host.reducer.rank
-        )
-        values = dict(zip(self.state_sizes, torch.split(flat, list(self.state_sizes.values())), strict=True))
-        found = []
-        for index, block in self._numbered():
-            if index == 0:
-                step = values[f"{block.name}/{SEEN}"].reshape(()).float().cpu()
-                found.append((keys[block.parameter], STEP, step))
-            for name, shape in state_shapes(block).items():
-                found.append((keys[block.parameter], f"{name}_{index}", values[f"{block.name}/{name}"].view(shape)))
-        return found
+    @cached_property
+    def _entries(self) -> SoapEntries:
+        return SoapEntries(self._host, self.state_layouts)
 
-    def names(self) -> list[tuple[Tensor, str]]:
+    def entries(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """The state as (key, name, entry shaped like the key); see :meth:`SoapEntries.show`. Collective."""
+        return self._entries.show(self.pack())
+
+    def names(self) -> Iterator[tuple[Tensor, str]]:
         """(key, name) of all entries."""
-        keys, found = self._host.named_keys(), []
-        for index, block in self._numbered():
-            if block.parameter in keys:
-                found += [(keys[block.parameter], STEP)] if index == 0 else []
-                found += [(keys[block.parameter], f"{name}_{index}") for name in state_shapes(block)]
-        return found
+        return self._entries.names()
 
     def load(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Take this rank's blocks out of what :meth:`entries` gave; parameters without state start anew.
+        """Take this rank's blocks out of what :meth:`entries` gave, on any engine and world size. Collective.
 
         Raises:
-            ConfigError: it is not of this base or of other blocks.
+            ConfigError, RuntimeError: see :meth:`SoapEntries.take`.
         """
-        keys = self._keys()
-        targets = {block.name: i for i, block in enumerate(self._host.owned)}
-        places = {s.name: s for s in self.state_layouts[self._host.reducer.rank].segments}
-        self.buffer.zero_()
-        for index, block in self._numbered():
-            mine = state.get(keys.get(block.parameter), {})
-            if block.name not in targets or not mine:
-                continue
-            self._seen[targets[block.name]].fill_(float(mine.get(STEP, 0)))
-            for name, shape in state_shapes(block).items():
-                value, place = mine.get(f"{name}_{index}"), places[f"{block.name}/{name}"]
-                if not isinstance(value, Tensor) or value.shape != torch.Size(shape):
-                    raise ConfigError(
-                        f"checkpoint: {name} of {block.name} is missing or of another shape; must be written with "
-                        "base 'soap' and the same soap.max_block and soap.max_precondition_dim"
-                    )
-                self.buffer[place.offset : place.offset + place.length].copy_(value.reshape(-1))
+        self.buffer.copy_(self._entries.take(state))
         self.unpack()
-
-    def _keys(self) -> dict[str, Tensor]:
-        keys = self._host.named_keys()
-        if not keys:
-            raise RuntimeError(
-                f"base 'soap' on {self._host.name}: its state cannot be in a state dict; use DDP or DeepSpeed where "
-                "checkpoints are needed"
-            )
-        return keys
-
-    def _numbered(self) -> Iterator[tuple[int, Any]]:
-        """Every block with its number within the parameter."""
-        count: dict[str, int] = {}
-        for block in self._host.blocks:
-            if block.numel:
-                yield count.setdefault(block.parameter, 0), block
-                count[block.parameter] += 1
 
 
 class _MatrixChunk:

@@ -1,21 +1,23 @@
 """A physics-informed network for Burgers' equation: an ill-conditioned loss on which the base optimizer matters.
 
 python examples/pinn_burgers.py
-python examples/pinn_burgers.py --steps 1500 --seeds 3 --output burgers.png
+python examples/pinn_burgers.py --seeds 5 --results burgers.jsonl --output burgers.png
 
 Trains the same network with Adam, SOAP, DHO2 on Adam and DHO2 on SOAP (full batch, cosine schedule), prints the final
-losses and draws the curves. One process; a minute or two per run on one CPU core.
+losses and draws the curves over steps and over seconds. One process, 8 to 30 seconds per run on one CPU core. With
+--results every finished run is kept in a file, and a later call with the same settings does only the missing ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import torch
@@ -84,15 +86,20 @@ def points(count: int) -> tuple[Tensor, Tensor, Tensor]:
     return inside - torch.tensor([0.0, 1.0]), torch.stack([torch.zeros_like(x), x], 1), edges
 
 
-def train(name: str, seed: int, args: argparse.Namespace, advance: Any) -> list[float]:
-    """The loss before every step, and after the last."""
+class Trained(NamedTuple):
+    losses: list[float]
+    """Before every step, and after the last."""
+    seconds: float
+
+
+def train(name: str, seed: int, args: argparse.Namespace, advance: Any) -> Trained:
     torch.manual_seed(seed)
     model, data, settings = Burgers(), points(args.points), RUNS[name]
     lr = args.lr or LEARNING_RATES[settings["base"]]
     optimizer = dho2_ds.DHO2(model.parameters(), lr=lr, weight_decay=0.0, **settings)
     dho2_ds.attach(model, optimizer)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    losses = []
+    losses, began = [], time.perf_counter()
     for _ in range(args.steps):
         optimizer.zero_grad()
         loss = model(*data)
@@ -101,18 +108,58 @@ def train(name: str, seed: int, args: argparse.Namespace, advance: Any) -> list[
         schedule.step()
         losses.append(loss.item())
         advance(losses[-1])
+    seconds = time.perf_counter() - began
     with torch.no_grad():
-        return [*losses, model(*data).item()]
+        return Trained([*losses, model(*data).item()], seconds)
 
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for color, (name, runs) in zip(("tab:gray", "tab:blue", "tab:orange", "tab:red"), curves.items(), strict=False):
-        for index, losses in enumerate(runs):
-            axis.semilogy(losses, color=color, linewidth=1.2, alpha=0.8, label=name if index == 0 else None)
-    axis.set(xlabel="step", ylabel="loss", title="Burgers' equation, full batch, cosine schedule")
-    axis.grid(alpha=0.3)
-    axis.legend()
+class Results:
+    """Finished runs, one JSON line each, found again by everything that decides how they go."""
+
+    def __init__(self, path: Path | None, args: argparse.Namespace) -> None:
+        self.path, self.args = path, args
+        self.known: dict[str, Trained] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self.known[self._key(**entry["run"])] = Trained(entry["losses"], entry["seconds"])
+
+    @staticmethod
+    def _key(**run: Any) -> str:
+        return json.dumps(run, sort_keys=True)
+
+    def get(self, name: str, seed: int, advance: Any) -> Trained:
+        run = {"name": name, "seed": seed, "steps": self.args.steps, "points": self.args.points, "lr": self.args.lr}
+        run["settings"] = RUNS[name]
+        key = self._key(**run)
+        if key not in self.known:
+            found = train(name, seed, self.args, advance)
+            self.known[key] = Trained([float(f"{loss:.4g}") for loss in found.losses], round(found.seconds, 2))
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps({"run": run, **self.known[key]._asdict()}) + "\n")
+        return self.known[key]
+
+
+def draw(results: dict[str, list[Trained]], path: Path) -> None:
+    """Median over the seeds as a line, their range as a band; left over steps, right over the median's seconds."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    for color, (name, runs) in zip(("tab:gray", "tab:blue", "tab:orange", "tab:red"), results.items(), strict=False):
+        by_step = [sorted(column) for column in zip(*(run.losses for run in runs), strict=True)]
+        middle = [statistics.median(column) for column in by_step]
+        per_step = statistics.median(run.seconds for run in runs) / (len(by_step) - 1)
+        for axis, unit in zip(axes, (1.0, per_step), strict=True):
+            at = [step * unit for step in range(len(by_step))]
+            axis.semilogy(at, middle, color=color, linewidth=1.4, label=name)
+            axis.fill_between(
+                at, [c[0] for c in by_step], [c[-1] for c in by_step], color=color, alpha=0.2, linewidth=0
+            )
+            axis.grid(alpha=0.3)
+    seeds = max(len(runs) for runs in results.values())
+    axes[0].set(xlabel="step", ylabel="loss")
+    axes[1].set(xlabel="seconds on one CPU core")
+    axes[0].legend()
+    figure.suptitle(f"Burgers' equation, full batch, cosine schedule: median and range of {seeds} seed(s)")
     figure.savefig(path, dpi=150)
 
 
@@ -124,9 +171,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="instead of each base optimizer's own")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("pinn_burgers.png"), help="picture of the loss curves")
+    parser.add_argument("--results", type=Path, help="file of finished runs, to go on from")
     args = parser.parse_args()
-    curves: dict[str, list[list[float]]] = {}
-    table = Table("optimizer", "final loss (median)", "each seed", "seconds per run", title=f"{args.steps} steps")
+    finished = Results(args.results, args)
+    results: dict[str, list[Trained]] = {name: [] for name in args.runs}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -134,19 +182,20 @@ def main() -> None:
         TextColumn("loss {task.fields[loss]:.2e}"),
     )
     with Progress(*columns, TimeElapsedColumn(), console=Console(width=100)) as bar:
-        for name in args.runs:
-            task = bar.add_task(name, total=args.steps * args.seeds, loss=math.nan)
-            began = time.perf_counter()
-            curves[name] = [
-                train(name, seed, args, lambda loss, task=task: bar.update(task, advance=1, loss=loss))
-                for seed in range(args.seeds)
-            ]
-            seconds = (time.perf_counter() - began) / args.seeds
-            finals = [losses[-1] for losses in curves[name]]
-            each = " ".join(f"{value:.1e}" for value in finals)
-            table.add_row(name, f"{statistics.median(finals):.2e}", each, f"{seconds:.0f}")
+        tasks = {name: bar.add_task(name, total=args.steps * args.seeds, loss=math.nan) for name in args.runs}
+        for seed in range(args.seeds):  # the inner loop is over optimizers: what was stopped can still be compared
+            for name, task in tasks.items():
+                run = finished.get(name, seed, lambda loss, task=task: bar.update(task, advance=1, loss=loss))
+                bar.update(task, completed=args.steps * (seed + 1), loss=run.losses[-1])
+                results[name].append(run)
+    table = Table("optimizer", "final loss (median)", "each seed", "seconds per run", title=f"{args.steps} steps")
+    for name, runs in results.items():
+        finals = [run.losses[-1] for run in runs]
+        each = " ".join(f"{value:.1e}" for value in finals)
+        seconds = statistics.median(run.seconds for run in runs)
+        table.add_row(name, f"{statistics.median(finals):.2e}", each, f"{seconds:.0f}")
     Console(width=100).print(table)
-    draw(curves, args.output)
+    draw(results, args.output)
     print(f"wrote {args.output}")
 
 

@@ -187,3 +187,30 @@ def test_demo_really_replaces_the_process(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
     assert done.stdout.strip() == "['--ranks', '1', '--stage', '2', '--output', 'demo.png']"
+
+
+def test_join_runs_a_command_with_the_jobs_address_and_token(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.json"
+    run_file.write_text(json.dumps({"DHO2_JOIN": "10.0.0.1:5", "DHO2_JOB_TOKEN": "secret"}))
+    script = "import os, sys; print(os.environ['DHO2_JOIN'], os.environ['DHO2_JOB_TOKEN'], *sys.argv[1:])"
+    dho2 = [sys.executable, "-c", "from dho2_ds.cli import app; app()"]
+    command = [*dho2, "join", str(run_file), sys.executable, "-c", script, "--x", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["10.0.0.1:5", "secret", "--x", "1"], done.stderr
+
+
+@pytest.mark.parametrize("content,command", [("{", ["true"]), ("{}", ["true"]), (None, ["true"]), ("[]", [])])
+def test_join_refuses_what_is_not_a_run_file(tmp_path: Path, content: str | None, command: list[str]) -> None:
+    run_file = tmp_path / "run.json"
+    if content is not None:
+        run_file.write_text(content)
+    result = runner.invoke(cli.app, ["join", str(run_file), *command])
+    assert result.exit_code == 2 and "run_file=" in result.output
+
+
+def test_join_needs_a_command(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.json"
+    run_file.write_text(json.dumps({"DHO2_JOIN": "10.0.0.1:5", "DHO2_JOB_TOKEN": "secret"}))
+    for command in ([], ["no-such-program"]):
+        result = runner.invoke(cli.app, ["join", str(run_file), *command])
+        assert result.exit_code == 2 and "command=" in result.output

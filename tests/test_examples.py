@@ -292,8 +292,14 @@ def test_pipeline_timeline(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pinn(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    options = ["--steps", "100", "--points", "128", "--output", str(picture)]
-    output = launch([sys.executable, str(EXAMPLES / "pinn_burgers.py"), *options], tmp_path)
+    results = tmp_path / "results.jsonl"
+    options = ["--steps", "100", "--points", "128", "--output", str(picture), "--results", str(results)]
+    command = [sys.executable, str(EXAMPLES / "pinn_burgers.py"), *options]
+    launch([*command, "--runs", "Adam"], tmp_path)
+    first = results.read_text()
+    output = launch(command, tmp_path)
     for name in ("Adam", "SOAP", "DHO2 on Adam", "DHO2 on SOAP"):
         assert name in output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert results.read_text().startswith(first)  # its seconds say that this run was not repeated
+    assert results.read_text().count("\n") == 4

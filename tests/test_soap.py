@@ -221,6 +221,7 @@ def test_rank_deficient_gradients_do_not_move_the_null_space() -> None:
     generator = torch.Generator().manual_seed(0)
     span = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
     target = torch.randn(8, 5, generator=generator)
+    torch.manual_seed(0)
     model = nn.Linear(8, 5, bias=False)
     before = model.weight.detach().clone()
 
@@ -236,6 +237,7 @@ def test_rank_deficient_gradients_do_not_move_the_null_space() -> None:
 
 
 def test_zero_gradients_move_nothing_and_training_goes_on() -> None:
+    torch.manual_seed(0)
     model = nn.Linear(6, 4)
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
@@ -281,6 +283,33 @@ def test_odd_shapes_tied_weights_and_unused_matrices() -> None:
     assert model.out.weight is model.embedding.weight
 
 
+class Words(nn.Module):
+    """An embedding of 40 words of which a step sees the first ten only, and from step 20 on also word 33."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = nn.Embedding(40, 6), nn.Linear(6, 5)
+
+    def forward(self, step: int) -> Tensor:
+        tokens = torch.randint(10, (24,), generator=torch.Generator().manual_seed(step % 4))
+        if step >= 20:
+            tokens[::3] = 33
+        return F.cross_entropy(self.out(torch.tanh(self.embedding(tokens))), tokens % 5)
+
+
+def test_blocks_of_words_that_never_come_stay_and_start_when_they_come() -> None:
+    """Five blocks of eight rows: two are touched from the start, one from step 20 on, two never."""
+    model = Words()
+    before = model.embedding.weight.detach().clone()
+    soap = {"max_block": 8}
+    train(model, lambda m, step: m(step), steps=20, weight_decay=0.0, soap=soap)
+    assert torch.equal(model.embedding.weight[16:], before[16:])
+    losses = train(model, lambda m, step: m(step), steps=60, weight_decay=0.0, soap=soap)
+    moved = (model.embedding.weight.detach() - before).norm(dim=1)
+    assert not moved[16:32].any() and not moved[34:].any() and moved[33] > 0.1 and losses[-1] < 0.5 * losses[20]
+
+
 class Permuted(nn.Module):
     """Two convolutions whose weights are stored as (out, height, width, in)."""
 
@@ -307,6 +336,39 @@ def test_channels_last_convolutions_are_matrices_in_storage_order() -> None:
     ]
     assert not model[0].weight.is_contiguous()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < 0.5 * losses[0][0]
+
+
+@pytest.mark.parametrize("base", ["soap", "adamw"])
+def test_channels_last_resumes_bit_exactly(base: str) -> None:
+    """State and eigenvectors go back in storage order, from tensors of either memory format."""
+    x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def run(saved: Any, steps: int) -> tuple[list[float], nn.Module, dho2_ds.DHO2]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+        chosen = {"warmup_steps": 3, "interval": 100, "lanczos_steps": 12}
+        optimizer = dho2_ds.DHO2(model.parameters(), base=base, lr=1e-2, num_eigenvectors=2, curvature=chosen)
+        dho2_ds.attach(model, optimizer, loss_fn=lambda m, b: (m(b) - 1).square().mean(), data=[x])
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))  # loaded tensors are used, not copied
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    straight, _, _ = run(None, 10)
+    _, model, optimizer = run(None, 5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert run(saved, 5)[0] == straight[5:]
+    for mine in saved[1]["state"].values():
+        for name, value in mine.items():
+            mine[name] = value.contiguous()
+    assert run(saved, 5)[0] == straight[5:]
 
 
 @pytest.mark.parametrize("stop", [1, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 7, 11, 20))])

@@ -1,10 +1,23 @@
-"""The base ``soap`` trains as well as the SOAP of a public package: two tasks, three seeds, within the spread."""
+"""The base ``soap`` trains as well as the SOAP of a public package: two tasks, three seeds, overlapping spreads.
+
+Loss of ours / the package's, mean (lowest to highest) of six seeds: classifier 0.929 (0.909 to 0.965) / 0.930 (0.890 to
+0.957), autoencoder 1.588 (1.558 to 1.633) / 1.620 (1.569 to 1.657). With the three seeds of this test the spreads on
+the autoencoder do not overlap: ours is lower. What the two do is the same but for three things, tried one by one:
+
+- the basis of the first gradient's null space (pixels that are always black, a small batch): ours is that of a falling
+  diagonal (``NULL``), the package's what LAPACK makes of rounding errors. Without ours: 1.615 (1.591 to 1.626), and
+  within the spread also at three seeds; the package with it: 1.604 (1.570 to 1.635). This is most of it.
+- the package skips the first step for biases too, decays weights after the step instead of before, and adds eps before
+  bias correction: rounding beside the spread.
+- the floor under small entries (``RESOLUTION``) and ``SHIFT``: 0.005 and less on average.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dho2_ds
+import dho2_ds.soap
 
 SETTINGS: dict[str, Any] = {"betas": (0.95, 0.95), "weight_decay": 0.01, "precondition_frequency": 10}
 STEPS = 300
@@ -71,11 +85,19 @@ def final_loss(make: Callable[[Any, float], torch.optim.Optimizer], task: str, s
     return sum(losses[-30:]) / 30
 
 
+def overlap(a: list[float], b: list[float]) -> bool:
+    return min(a) <= max(b) and min(b) <= max(a)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", list(TASKS))
 def test_trains_as_well_as_a_public_package(task: str) -> None:
+    """Not worse, by mean and spread; and the same, by spread, once the null space is treated as there."""
     pytest.importorskip("pytorch_optimizer")
     mine, other = ([final_loss(make, task, seed) for seed in range(3)] for make in (ours, theirs))
-    print(f"{task}: ours {mine}, pytorch_optimizer {other}")
-    assert sum(mine) / 3 <= max(other), (mine, other)
+    with mock.patch.object(dho2_ds.soap, "NULL", 0.0):
+        alike = [final_loss(ours, task, seed) for seed in range(3)]
+    print(f"{task}: ours {mine}, with a null space as in pytorch_optimizer {alike}, pytorch_optimizer {other}")
+    assert sum(mine) <= 1.02 * sum(other) and min(mine) <= max(other), (mine, other)
+    assert overlap(alike, other), (alike, other)
     assert sum(mine) == pytest.approx(sum(other), rel=0.06), (mine, other)  # no other method that is merely better

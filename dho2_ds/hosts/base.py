@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import Shard, flat_view, local_vector
+from dho2_ds.shards import Shard, flat_like, flat_view, local_vector
 
 Loss = Callable[[nn.Module], Tensor]
 """``loss(model)``: the scalar training loss of one curvature batch, computed by calling ``model``."""
@@ -42,6 +42,9 @@ class Host(ABC):
     layouts: Sequence[Layout]
     reducer: Reducer
     shards: list[Shard]
+
+    homes: Mapping[str, int] | None = None
+    """{parameter: the rank whose optimizer steps on it}, where the engine itself gives whole parameters to ranks."""
 
     state_outside = False
     """True when the eigenbasis is checkpointed beside the optimizer's state dict (DeepSpeed), not in it."""
@@ -120,6 +123,26 @@ class Host(ABC):
                 "this rank's checkpoint"
             )
         return value
+
+    def absorb_rows(
+        self, found: Mapping[int, Mapping[int, Tensor]], count: int, dtype: torch.dtype
+    ) -> dict[int, dict[int, Tensor]]:
+        """This rank's parts of ``count`` loaded vectors; entries of another shape are left out. Collective where
+        :meth:`expose` is.
+
+        Args:
+            found: {id of a key: {row: state entry}}. dtype: in which they are kept.
+
+        Returns:
+            {index of a shard: {row: its part, 1-D in storage order}}.
+        """
+        mine: dict[int, dict[int, Tensor]] = {}
+        for index, key in enumerate(self.keys()):
+            mine[index] = {}
+            for row, value in found.get(id(key), {}).items():
+                with contextlib.suppress(ValueError):
+                    mine[index][row] = flat_like(self.absorb(index, value), self.shards[index].param)
+        return mine
 
     def named_keys(self) -> dict[str, Tensor]:
         """{parameter name: its tensor in the param groups}, of all parameters; empty where ranks hold parts of them."""

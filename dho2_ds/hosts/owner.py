@@ -6,18 +6,17 @@ shards and updates go back to them, one all-to-all of n/P elements per rank each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dho2_ds.config import ConfigError
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.sharding.blocks import assign, cut, imbalance, owner_layouts
-from dho2_ds.sharding.reduce import Reducer
+from dho2_ds.sharding.reduce import Reducer, meet
 from dho2_ds.sharding.route import Route, to_blocks
 from dho2_ds.shards import Shard, flat_like, flat_view, local_vector, working_device, working_dtype
 
@@ -39,14 +38,9 @@ class OwnerHost(Host):
         update: (n_local,) local buffer that the shards are views of.
         balance: the fullest rank over the mean, (memory, work).
         sent: elements that leave this rank in a step, both ways.
-
-    Raises:
-        ConfigError: the engine does not say which matrices its shards are parts of.
     """
 
     def __init__(self, inner: Host, *, max_block: int, max_rotated: int, vectors: int) -> None:
-        if not hasattr(inner, "shapes"):
-            raise ConfigError(f"base='soap': must not be used on {inner.name}; use base='adamw'")
         self.inner, self.name, self.module = inner, inner.name, inner.module
         self.reducer, self.exact_refusal, self.state_outside = inner.reducer, inner.exact_refusal, inner.state_outside
         self.scales_loss = inner.scales_loss
@@ -54,7 +48,11 @@ class OwnerHost(Host):
         self.blocks = cut(
             {name: inner.shapes[name] for name in inner.sizes}, max_block=max_block, max_rotated=max_rotated
         )
-        self.owners = assign(self.blocks, world, vectors)
+        homes = inner.homes
+        if homes is None:
+            self.owners = assign(self.blocks, world, vectors)
+        else:  # where blocks are then is not ours to choose, but nothing has to be sent
+            self.owners = [homes[block.parameter] for block in self.blocks]
         self.balance = imbalance(self.blocks, self.owners, world, vectors)
         self.sizes = {block.name: block.numel for block in self.blocks if block.numel}
         self.layouts = owner_layouts(self.blocks, self.owners, world)
@@ -99,33 +97,34 @@ class OwnerHost(Host):
         return self.inner.gathers
 
     def meet(self, what: str) -> None:
-        self.inner.meet(what)
+        """State entries are laid out like the engine's shards, so showing them moves what blocks hold."""
+        if self.reducer.world_size > 1 and not self.state_outside:
+            meet(self.reducer.group, what)
+        else:
+            self.inner.meet(what)
 
     def current(self, groups: list[dict[str, Any]]) -> bool:
         return self.inner.current(groups)
-
-    def named_keys(self) -> dict[str, Tensor]:
-        return self.inner.named_keys()
-
-    def keys(self) -> list[Tensor]:
-        named = self.named_keys()
-        return [named.get(block.parameter, s.param) for block, s in zip(self.owned, self.shards, strict=True)]
 
     def expose(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         # in our dtype on ranks without a part too
         flat = self._leave(local_vector(self.shards, parts, self.layout.numel, self.dtype, self.device))
         return self.inner.expose([flat[s.offset : s.offset + s.numel] for s in self.inner.shards])
 
-    def absorb(self, index: int, value: Tensor) -> Tensor:
-        block, shard = self.owned[index], self.shards[index]
-        if value.shape == shard.param.shape and value.numel() == block.numel:
-            return value
-        key = self.keys()[index]
-        if value.shape != key.shape:
-            raise ValueError(f"state of shape {tuple(value.shape)}: must be {tuple(key.shape)}, the whole parameter")
-        matrix = flat_like(value, key).view(-1, block.width)
-        part = matrix[block.row : block.row + block.rows, block.column : block.column + block.columns]
-        return part.reshape(shard.param.shape).clone()
+    def absorb_rows(
+        self, found: Mapping[int, Mapping[int, Tensor]], count: int, dtype: torch.dtype
+    ) -> dict[int, dict[int, Tensor]]:
+        """What the engine's shards absorb, brought to the owners; NaN where an entry is missing on any rank."""
+        shards = self.inner.shards
+        missing = [torch.full((shard.numel,), torch.nan) for shard in shards]
+        mine = self.inner.absorb_rows(found, count, dtype)
+        rows: dict[int, dict[int, Tensor]] = {index: {} for index in range(len(self.shards))}
+        for row in range(count):
+            parts = (mine[index].get(row, blank) for index, blank in enumerate(missing))
+            local = self._arrive(local_vector(shards, parts, self.inner.layout.numel, dtype, self.device))
+            for index, shard in enumerate(self.shards):
+                rows[index][row] = local[shard.offset : shard.offset + shard.numel]
+        return rows
 
     # -- one training step --------------------------------------------------------------------------------------
 

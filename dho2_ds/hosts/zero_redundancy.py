@@ -18,7 +18,7 @@ from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.sharding.placements import Pieces
 from dho2_ds.sharding.reduce import Reducer
-from dho2_ds.shards import consecutive, flat_view, identities, iter_params
+from dho2_ds.shards import consecutive, flat_view, identities, iter_params, storage_shape
 
 
 class ZeroRedundancyHost(ReplicatedHost):
@@ -32,7 +32,7 @@ class ZeroRedundancyHost(ReplicatedHost):
     Gradients come from autograd on the unwrapped module, averaged over the group. After the base step the wrapper
     itself broadcasts parameters; perturbed weights are broadcast here, from their owners, in buckets.
 
-    Cost of construction: one all-gather of this rank's parameter names.
+    Cost of construction: one all-gather of this rank's parameter names and their groups.
     """
 
     def __init__(self, module: nn.Module, params: Sequence[Sequence[Tensor]], group: ProcessGroup | None) -> None:
@@ -46,15 +46,17 @@ class ZeroRedundancyHost(ReplicatedHost):
         if strangers:
             raise ConfigError("model: must own the optimizer's parameters; attach the model it was built from")
         held: list[Any] = [None] * self.reducer.world_size
-        dist.all_gather_object(held, [names[id(p)] for p, _ in own], group=group)
+        dist.all_gather_object(held, {names[id(p)]: index for p, index in own}, group=group)
         by_name = dict(module.named_parameters())
-        trained = {name for part in held for name in part}
-        self.sizes = {name: p.numel() for name, p in by_name.items() if name in trained}
+        self.group_of = {name: index for part in held for name, index in part.items()}
+        self.homes = {name: rank for rank, part in enumerate(held) for name in part}
+        self.sizes = {name: p.numel() for name, p in by_name.items() if name in self.homes}
+        self.shapes = {name: storage_shape(by_name[name]) for name in self.sizes}
         self._names = list(self.sizes)
         self._weights = self._masters = [by_name[name] for name in self._names]
         self._index = {name: i for i, name in enumerate(self._names)}
-        self._held: list[list[str]] = held
-        self.layouts = [self._layout_of(part) for part in held]
+        self._held: list[list[str]] = [list(part) for part in held]
+        self.layouts = [self._layout_of(part) for part in self._held]
         self.shards = consecutive([p for p, _ in own], [index for _, index in own])
         self._origin = [(self._index[names[id(p)]], 0, p.numel()) for p, _ in own]
         self._separate_masters = False
@@ -66,6 +68,9 @@ class ZeroRedundancyHost(ReplicatedHost):
         for name in part:
             pieces.add(name, [(0, self.sizes[name])])
         return pieces.layout
+
+    def named_keys(self) -> dict[str, Tensor]:
+        return Host.named_keys(self)
 
     @property
     def gathers(self) -> bool:

@@ -117,7 +117,7 @@ def draw_target(record: Record, output: Path) -> None:
                 if hit is not None:
                     axes.plot(hit[clock], hit["loss"], "o", color=colours[name], ms=5)
         axes.axhline(record["goal"], color="black", ls="--", lw=1, label="goal")
-        axes.set(yscale="log", xlabel=label)
+        axes.set(yscale="log", xlabel=label, ylim=(0.7 * record["goal"], 6 * record["goal"]))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
