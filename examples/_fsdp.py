@@ -32,6 +32,9 @@ def parse_args(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--curvature-ranks", type=int, default=0, metavar="C", help="the last C processes compute curvature only"
     )
+    parser.add_argument(
+        "--swaps", nargs="+", metavar="SNAPSHOT:SWAP", help="repeat what an earlier run with --curvature-ranks reported"
+    )
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
@@ -59,7 +62,11 @@ def train(mesh: DeviceMesh, args: argparse.Namespace, place: Place) -> None:
         fully_shard(block, **options)
     fully_shard(model, **options)  # the root too: it takes what no block holds
 
-    dedicated = {"mode": "dedicated", "ranks": args.curvature_ranks} if args.curvature_ranks else {}
+    dedicated: dict[str, Any] = {}
+    if args.curvature_ranks:
+        dedicated = {"mode": "dedicated", "ranks": args.curvature_ranks}
+        if args.swaps:
+            dedicated["swaps"] = [[int(step) for step in pair.split(":")] for pair in args.swaps]
     optimizer = dho2_ds.DHO2(
         model.parameters(),
         lr=args.lr,
