@@ -71,6 +71,8 @@ class DHO2(CheckpointedOptimizer):
             overrides = {k: v for k, v in group.items() if k in defaults and v is not defaults[k]}
             check_group_options(overrides, config.base, config.rule, where=f"param group {index}")
         self._check_params()
+        if role() == "curvature":
+            self._check_curvature_rank()
         if config.rule == "fosi" and config.base != "sgd" and len({tuple(g["betas"]) for g in self.param_groups}) > 1:
             raise ConfigError("betas: must be equal in all param groups with rule='fosi'; its velocity is shared")
 
@@ -408,13 +410,16 @@ class DHO2(CheckpointedOptimizer):
             if self._refresher.last is not before and self._refresher.last is not None:
                 tell(moment.host, self.curvature_stats(), self._refresher.last)
 
-    def worker(self, batches: Batches, *, own_data: bool) -> Worker:
-        """What serves the training ranks, on a curvature rank that is bound to its model."""
+    def _check_curvature_rank(self) -> None:
+        """Refuse settings under which there are no curvature ranks, on one: it would train."""
         if self.config.curvature.mode != "dedicated" or not self.config.num_eigenvectors:
             raise ConfigError(
                 f"curvature.mode={self.config.curvature.mode!r}, num_eigenvectors={self.config.num_eigenvectors}: must "
                 "be 'dedicated' and > 0 on a curvature rank; use the training job's configuration"
             )
+
+    def worker(self, batches: Batches, *, own_data: bool) -> Worker:
+        """What serves the training ranks, on a curvature rank that is bound to its model."""
         assert self._host is not None and self._base is not None
         return Worker(self.config, self._host, self._base, batches, own_data=own_data)
 

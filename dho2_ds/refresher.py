@@ -127,7 +127,12 @@ class Refresher:
         if not self._wanted or not dedicated.may_try(moment.step):
             return
         started = dedicated.start(
-            moment.host, moment.base, moment.groups, lambda: self._prepare(moment), moment.source.arguments
+            moment.host,
+            moment.base,
+            moment.groups,
+            lambda: self._prepare(moment),
+            moment.source.arguments,
+            self._space.basis.born if self._space.basis is not None else None,
         )
         self._wanted = not started
         if not started:
@@ -146,6 +151,8 @@ class Refresher:
     def refresh(self, moment: Moment) -> Refresh:
         """Recompute the eigenbasis now, at the current weights; a job under way is given up. Collective."""
         self._job = None
+        if self.dedicated is not None:
+            self.dedicated.abandon()
         losses = self._losses(moment)
         order, hint, root = self._prepare(moment)
         outcome = self._evaluate(
@@ -243,7 +250,8 @@ class Refresher:
             self.totals = {key: int(getattr(record, key)) for key in self.totals}
             self._saved = (record.tau, record.gradient_norm, record.growth)
         if self.dedicated is not None:
-            self.dedicated.abandon("a checkpoint was loaded", self._saved)
+            self.dedicated.abandon()
+            self.dedicated.saved = self._saved
 
     def give_up(self) -> None:
         """The engine's layout changed under a job: drop it; the next one falls due in its time."""

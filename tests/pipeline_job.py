@@ -71,14 +71,14 @@ def build_in(fault: str) -> None:
     if fault == "die_receiving":
         Link.receive_parts = die  # type: ignore[method-assign]
     if fault == "die_sending":
-        send = Link.send_tensor
+        send = Link.send_parts
 
-        def half(self: Link, tensor: torch.Tensor) -> None:
-            send(self, tensor.reshape(-1)[: tensor.numel() // 2])
+        def half(self: Link, rows: torch.Tensor, intervals: Intervals) -> None:
+            send(self, rows, [(start, length // 2) for start, length in intervals])
             time.sleep(0.2)  # so that the half arrives
             die()
 
-        Link.send_tensor = half  # type: ignore[method-assign]
+        Link.send_parts = half  # type: ignore[method-assign]
     if fault == "send_nan":
         parts = Link.send_parts
 

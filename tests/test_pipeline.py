@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fosi": {"rule": "fosi", "base": "sgd", "lr": 0.05},
 }
 WIDE = {
-    (3, 1): ["ddp", "zero3", "fsdp2"],
+    (3, 1): ["ddp", "zero3"],  # FSDP needs two ranks a side here: on one, the job of these tests is not wrapped
     (3, 2): ["zero2", "fsdp1:flat", "zero3:sub_groups"],
     (2, 3): ["zero2:offload", "zero_redundancy", "fsdp2"],
     (4, 2): ["hsdp", "tp", "fsdp2"],

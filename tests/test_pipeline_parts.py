@@ -39,7 +39,7 @@ def links() -> Iterator[tuple[Link, Link]]:
 
 def _link(sock: socket.socket) -> Link:
     link = Link.__new__(Link)
-    link._socket, link.peer = sock, "peer"
+    link._socket, link.peer, link.until = sock, "peer", None
     sock.settimeout(2.0)
     return link
 
@@ -61,7 +61,7 @@ def test_a_batch_crosses_as_it_is(links: tuple[Link, Link]) -> None:
     for tensor in tensors:
         links[0].send_tensor(tensor)
     message = links[1].receive()
-    got: Any = decode(message["batch"], receive_tensors(links[1], message["tensors"]))
+    got: Any = decode(message["batch"], receive_tensors(links[1], message["tensors"]), torch.device("cpu"))
     assert torch.equal(got[0][0], batch[0][0]) and got[0][1:] == [None, True]
     assert torch.equal(got[1]["mask"], batch[1]["mask"]) and got[1]["names"] == ("a", 1.5)
 
@@ -78,7 +78,7 @@ def test_nothing_is_pickled(value: Any) -> None:
 )
 def test_a_malformed_batch_is_refused(form: Any) -> None:
     with pytest.raises(LinkError):
-        decode(form, [torch.ones(1)])
+        decode(form, [torch.ones(1)], torch.device("cpu"))
 
 
 def test_malformed_messages_are_refused(links: tuple[Link, Link]) -> None:

@@ -57,6 +57,15 @@ class Host(ABC):
     scales_loss = False
     """True when the engine's own backward keeps float16 gradients in range."""
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The engine's present loss scale; None where it has none of its own. May be set."""
+        return None
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        raise ValueError(f"loss_scale={value}: {self.name} has none of its own")
+
     exact_refusal: str | None = None
     """Why exact products cannot be had here; None when they can."""
 

@@ -90,6 +90,14 @@ class OwnerHost(Host):
         """The engine's, and a direction and a gradient in its layout."""
         return self.inner.transient_bytes + 2 * self.inner.layout.numel * self.update.element_size()
 
+    @property
+    def loss_scale(self) -> float | None:
+        return self.inner.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.inner.loss_scale = value
+
     # -- state --------------------------------------------------------------------------------------------------
 
     @property

@@ -143,6 +143,15 @@ class PartitionedHost(Host):
             self._state.restore()
             self._state, self._backup = None, []
 
+    @property
+    def loss_scale(self) -> float | None:
+        return float(getattr(self.wrapper, "loss_scale", 1.0))
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if value != self.loss_scale:
+            self.wrapper.loss_scale = value
+
     @torch.no_grad()
     def put_weights(self, local: Tensor) -> None:
         super().put_weights(local)
@@ -155,7 +164,7 @@ class PartitionedHost(Host):
         assert self._state is not None
         self._write(direction, eps)
         self._state.rewind()
-        weight = 1.0 / (len(losses) * float(getattr(self.wrapper, "loss_scale", 1.0)))
+        weight = 1.0 / (len(losses) * (self.loss_scale or 1.0))
         for loss in losses:
             # A boundary backward makes the engine leave this rank's reduced share where its step would look for it,
             # within ZeRO's own gradient budget; scale_wrt_gas=False because one curvature batch is a whole mean. The

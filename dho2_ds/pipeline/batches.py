@@ -23,7 +23,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         if value.layout != torch.strided or value.is_quantized:
             raise TypeError(f"a tensor of layout {value.layout}")
         tensors.append(value.detach())
-        return {"tensor": len(tensors) - 1, "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+        return {"tensor": len(tensors) - 1, "on_cpu": value.device.type == "cpu"}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):  # a tokenizer's output among them
@@ -36,8 +36,11 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def decode(form: Any, tensors: Sequence[Tensor]) -> Any:
+def decode(form: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """The reverse of :func:`encode`. A mapping comes back as a ``dict``, a named tuple as a tuple.
+
+    Args:
+        device: where tensors go that were on an accelerator.
 
     Raises:
         LinkError: it is not what :func:`encode` writes.
@@ -50,12 +53,12 @@ def decode(form: Any, tensors: Sequence[Tensor]) -> Any:
         index = form["tensor"]
         if not isinstance(index, int) or not 0 <= index < len(tensors):
             raise LinkError(f"a batch refers to tensor {index!r} of {len(tensors)}")
-        return tensors[index]
+        return tensors[index] if form.get("on_cpu") else tensors[index].to(device)
     if "dict" in form:
-        return {str(key): decode(item, tensors) for key, item in form["dict"].items()}
+        return {str(key): decode(item, tensors, device) for key, item in form["dict"].items()}
     for kind, make in (("tuple", tuple), ("list", list)):
         if kind in form:
-            return make(decode(item, tensors) for item in form[kind])
+            return make(decode(item, tensors, device) for item in form[kind])
     raise LinkError(f"a batch holds an object with keys {sorted(form)}")
 
 

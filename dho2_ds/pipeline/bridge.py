@@ -1,6 +1,6 @@
-"""A training rank's end of the bridge: its door, the links of the present session, and the job under way.
+"""A training rank's end of the bridge: its door, the present session, and the job under way.
 
-Everything here runs on a thread of its own. The training thread hands over a job, looks at its state, and takes the
+Everything here runs on threads of its own. The training thread hands over a job, looks at its state, and takes the
 result; it never waits for the network.
 """
 
@@ -9,23 +9,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dho2_ds.monitor import logger
 from dho2_ds.pipeline.batches import announce
 from dho2_ds.pipeline.door import Door, Refused
-from dho2_ds.pipeline.plan import covers, intervals_from_json, layout_to_json
-from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
+from dho2_ds.pipeline.plan import layout_to_json
+from dho2_ds.pipeline.session import BadResult, Job, Session
+from dho2_ds.pipeline.wire import Link, LinkError, dtype_name, readable
 from dho2_ds.sharding.layout import Layout
-
-WEIGHTS = "weights"
-"""The space of vectors that are laid out like the host's weights; a base may have another one for its state."""
 
 _INCOMPLETE = 60.0  # seconds after which a session to which not all curvature ranks came is forgotten
 
@@ -36,53 +32,8 @@ class State(Enum):
     IDLE = "idle"
     FLYING = "flying"
     DONE = "done"
-    BAD = "bad"  # a result came and cannot be used
+    BAD = "bad"  # a result came and must not be used
     LOST = "lost"  # the curvature side is gone
-
-
-@dataclass
-class Job:
-    """One refresh, ordered.
-
-    Attributes:
-        number: counts up. order: JSON that goes to every curvature rank.
-        parts: (name, space, CPU vector) to be redistributed; ready when ``staged`` has been called.
-        batch: JSON form of this rank's micro-batches, and its tensors; None where curvature ranks have data.
-        rows: most eigenvectors that may come back. dtype: in which.
-    """
-
-    number: int
-    order: dict[str, Any]
-    parts: list[tuple[str, str, Tensor]]
-    staged: Callable[[], None]
-    batch: tuple[list[Any], list[Tensor]] | None
-    rows: int
-    results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    vectors: Tensor | None = None
-    began: float = field(default_factory=time.monotonic)
-
-
-class Session:
-    """The links to all ranks of one curvature job."""
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
-        self.links: dict[int, Link] = {}
-        self.send: dict[int, dict[str, Intervals]] = {}
-        self.receive: dict[int, Intervals] = {}
-        self.ready = False
-        self.began = time.monotonic()
-
-    def close(self, reason: str, within: float | None = None) -> None:
-        """Tell every curvature rank why, as far as it listens (``within`` seconds), and end the links."""
-        for link in self.links.values():
-            try:
-                if within is not None:
-                    link.set_timeout(within)
-                link.send({"closed": reason})
-            except (LinkError, OSError):
-                pass  # it knows already
-            link.close()
 
 
 class Bridge:
@@ -110,17 +61,18 @@ class Bridge:
         doors: Callable[[], list[str] | None],
     ) -> None:
         self._rank, self._world, self._timeout, self._doors = rank, world, timeout, doors
+        # The lock guards what follows; it is never held while something is sent, received or waited for.
         self._lock = threading.Lock()
         self._layouts: dict[str, Layout] = {}
         self._fingerprint = ""
         self._session: Session | None = None
-        self._ended: list[tuple[Session, str]] = []
+        self._ended: list[Session] = []
         self._job: Job | None = None
-        self._new: Job | None = None
+        self._new = False  # the job has not been sent yet
         self._state, self._reason = State.IDLE, ""
-        self._changed = threading.Event()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._settled = threading.Event()
         self._closed = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.timings: list[tuple[str, int, float, float]] = []
         self._door = Door(host, port, token, self._admit, timeout)
         self.address = self._door.address
@@ -129,10 +81,12 @@ class Bridge:
     # -- what the training thread calls ---------------------------------------------------------------------------
 
     def describe(self, layouts: Mapping[str, Layout], fingerprint: str) -> None:
-        """Set what this rank holds; a session with another layout ends."""
-        if (dict(layouts), fingerprint) != (self._layouts, self._fingerprint):
-            self.drop("the training side changed its layout")
+        """Set what this rank holds; a session in which it held something else ends."""
+        with self._lock:
+            if (dict(layouts), fingerprint) == (self._layouts, self._fingerprint):
+                return
             self._layouts, self._fingerprint = dict(layouts), fingerprint
+        self.drop()
 
     @property
     def session(self) -> int:
@@ -153,33 +107,36 @@ class Bridge:
     def start(self, job: Job) -> None:
         """Hand over a job; returns at once."""
         with self._lock:
-            self._new, self._state, self._reason = job, State.FLYING, ""
-            self._changed.clear()
+            self._job, self._new, self._state, self._reason = job, True, State.FLYING, ""
+            self._settled.clear()
         self._wake()
 
     def take(self) -> tuple[Tensor | None, dict[str, Any]]:
-        """The result of a job that is done: ((k, n_local) CPU rows or None, the report)."""
-        job = self._job
-        assert job is not None and self._state is State.DONE
-        self._job, self._state = None, State.IDLE
+        """The result of a job that is done: ((k, n_local) CPU rows or None, what :class:`Session` checked)."""
+        with self._lock:
+            job, self._job = self._job, None
+            assert job is not None and self._state is State.DONE
+            self._state = State.IDLE
         return job.vectors, job.results[0]
 
     def forget(self) -> None:
-        """Leave a bad or lost job behind."""
-        self._job, self._new, self._state = None, None, State.IDLE
-
-    def wait(self, seconds: float) -> State:
-        """Wait until the job is no longer flying; for replays and tests."""
-        self._changed.wait(seconds)
-        return self._state
-
-    def drop(self, reason: str) -> None:
-        """End the session and forget the job. Does not wait: the links are closed on the bridge's thread."""
+        """Leave a bad job behind."""
         with self._lock:
-            if self._session is not None:
-                self._ended.append((self._session, reason))
-            self._session = None
-            self.forget()
+            self._job, self._new, self._state = None, False, State.IDLE
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the job is no longer flying; for replays."""
+        self._settled.wait(seconds)
+
+    def drop(self) -> None:
+        """End the session and forget the job, at once and without waiting."""
+        with self._lock:
+            session, self._session = self._session, None
+            if session is not None:
+                self._ended.append(session)
+            self._job, self._new, self._state = None, False, State.IDLE
+        if session is not None:
+            session.abort()
         self._wake()
 
     def close(self) -> None:
@@ -190,21 +147,25 @@ class Bridge:
             with self._lock:
                 session, self._session = self._session, None
             if session is not None:
-                session.close("training ended", within=1.0)
+                session.close("training ended")
             self._wake()
 
-    # -- the door's thread ----------------------------------------------------------------------------------------
+    # -- the door's threads ---------------------------------------------------------------------------------------
 
     def _admit(self, link: Link, meta: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        from dho2_ds import __version__
+
         doors = self._doors()
-        if doors is None or not self._layouts:
+        with self._lock:
+            layouts, fingerprint = self._layouts, self._fingerprint
+        if doors is None or not layouts:
             raise Refused("the training ranks are not ready yet", retry=True)
-        if meta.get("version") != _version():
-            raise Refused(f"dho2_ds {meta.get('version')}: must be {_version()}, as on the training ranks; install it")
-        if meta.get("fingerprint") != self._fingerprint:
+        if meta.get("version") != __version__:
+            raise Refused(f"dho2_ds {meta.get('version')}: must be {__version__}, as on the training ranks; install it")
+        if meta.get("fingerprint") != fingerprint:
             raise Refused(
-                f"model={meta.get('fingerprint')}: must be {self._fingerprint} as in the training job, names and order "
-                "too; start the same script with the same configuration"
+                f"model={meta.get('fingerprint')}: must be {fingerprint} as in the training job, names too; start the "
+                "same script with the same configuration"
             )
         if meta.get("asks"):  # rank 0 of a curvature job looks where to go
             return {"doors": doors}, link.close
@@ -214,20 +175,22 @@ class Bridge:
             if session is not None and session.number != number:
                 if session.ready or time.monotonic() - session.began < _INCOMPLETE:
                     raise Refused("other curvature ranks are connected", retry=True)
-                self._ended.append((session, "not all curvature ranks came"))
+                self._ended.append(session)
                 session = None
+            if self._closed or layouts is not self._layouts:
+                raise Refused("the training side is changing", retry=True)
             if session is None:
-                session = self._session = Session(number, size)
-            if not (size == session.size and 0 <= rank < size) or rank in session.links:
-                raise Refused(f"curvature rank {rank} of {size}: must be one that is not connected yet")
-        layouts = {space: layout_to_json(layout) for space, layout in self._layouts.items()}
+                session = self._session = Session(number, size, layouts)
+            if size != session.size or not 0 <= rank < size or not session.expect(rank):
+                raise Refused(f"curvature rank {rank} of {size}: must be one that is not connected yet", retry=True)
         link.peer = f"curvature rank {rank}"
 
         def welcome() -> None:
-            session.links[rank] = link
+            session.add(rank, link)
             self._wake()
 
-        return {"rank": self._rank, "world": self._world, "layouts": layouts}, welcome
+        forms = {space: layout_to_json(layout) for space, layout in layouts.items()}
+        return {"rank": self._rank, "world": self._world, "layouts": forms}, welcome
 
     # -- the bridge's thread --------------------------------------------------------------------------------------
 
@@ -241,86 +204,90 @@ class Bridge:
         while not self._closed:
             session = self._session
             try:
-                links: list[Link | _Pipe] = list(session.links.values()) if session is not None else []
-                events = readable([_Pipe(self._wake_read), *links], 1.0)
-                self._drain()
-                while self._ended:
-                    ended, reason = self._ended.pop()
-                    ended.close(reason)
-                if session is None or session is not self._session:
-                    self._fail_new()
-                    continue
-                for source in events:
-                    if isinstance(source, Link):
-                        self._hear(session, source)
-                self._dispatch(session)
-                if self._state is State.FLYING and self._job and time.monotonic() - self._job.began > self._timeout:
-                    raise LinkError(f"no result within {self._timeout:.0f} s (curvature.timeout)")
-            except LinkError as error:
-                self._lose(session, str(error))
-            except Exception as error:  # a malformed message: as good as a lost link
-                self._lose(session, f"{type(error).__name__}: {error}")
+                self._turn(session)
+            except Exception as error:  # a malformed message is as good as a lost link; nothing may end this thread
+                known = isinstance(error, LinkError)
+                self._lose(session, str(error) if known else f"{type(error).__name__}: {error}")
 
-    def _drain(self) -> None:
+    def _turn(self, session: Session | None) -> None:
+        """Do what is to be done now, or wait a second for something."""
+        links = session.links if session is not None else []
+        sources: list[Link | _Pipe] = [_Pipe(self._wake_read), *(link for _, link in links)]
+        events = readable(sources, 1.0)
         try:
             os.read(self._wake_read, 4096)
         except BlockingIOError:
-            pass
+            pass  # nobody has woken us
+        while self._ended:
+            self._ended.pop().close()
+        if session is None or session is not self._session:
+            self._give_up_unsent()
+            return
+        for rank, link in links:
+            if link in events:
+                self._hear(session, rank, link)
+        job = self._job
+        if job is not None and self._state is State.FLYING:
+            for _, link in links:
+                link.until = job.began + self._timeout
+            if self._new:
+                self._send(session, job)
+            if time.monotonic() > job.began + self._timeout:
+                raise LinkError(f"no result within {self._timeout:g} s (curvature.timeout)")
 
-    def _fail_new(self) -> None:
+    def _give_up_unsent(self) -> None:
         with self._lock:
-            if self._new is not None:
-                self._new = None
-                self._settle(State.LOST, self._reason or "the curvature ranks are gone")
+            job = self._job if self._new and self._session is None else None
+        if job is not None:
+            self._settle(job, State.LOST, "the curvature ranks are gone")
 
-    def _settle(self, state: State, reason: str = "") -> None:
-        self._state, self._reason = state, reason
-        self._changed.set()
+    def _settle(self, job: Job, state: State, reason: str = "") -> None:
+        """Say how a job has ended, unless it is no longer the one under way."""
+        with self._lock:
+            if self._job is job and self._state is State.FLYING:
+                self._state, self._reason, self._new = state, reason, False
+                self._settled.set()
 
     def _lose(self, session: Session | None, reason: str) -> None:
         with self._lock:
-            if session is not self._session or session is None:
+            if session is None or session is not self._session:
                 return
             self._session = None
-            if self._state is State.FLYING:
-                self._settle(State.LOST, reason)
-            self._reason, self._new = reason, None
-        session.close(f"another link failed: {reason}")
+            self._ended.append(session)
+            job = self._job
+        session.abort()
+        if job is not None:
+            self._settle(job, State.LOST, reason)
 
-    def _hear(self, session: Session, link: Link) -> None:
-        rank = next(r for r, other in session.links.items() if other is link)
+    def _hear(self, session: Session, rank: int, link: Link) -> None:
         message = link.receive()
+        job = self._job
         if "plan" in message:
-            self._plan(session, rank, message["plan"])
-        elif "result" in message and self._job is not None and message["result"] == self._job.number:
-            self._result(session, rank, link, self._job, message)
+            session.plan(rank, message["plan"])
+            if session.ready and self._rank == 0:
+                logger.info("%d curvature rank(s) connected", session.size)
+        elif job is not None and not self._new and message.get("result") == job.number:
+            began = time.monotonic()
+            if session.take(rank, link, job, message):
+                self._note("receive", job, began)
+                self._judge(session, job)
         else:
             raise LinkError(f"{link.peer}: an unexpected message with {sorted(message)}")
 
-    def _plan(self, session: Session, rank: int, plan: dict[str, Any]) -> None:
-        session.send[rank] = {
-            space: intervals_from_json(plan["send"].get(space, []), layout.numel)
-            for space, layout in self._layouts.items()
-        }
-        session.receive[rank] = intervals_from_json(plan["receive"], self._layouts[WEIGHTS].numel)
-        if len(session.receive) == session.size:
-            if not covers(list(session.receive.values()), self._layouts[WEIGHTS]):
-                raise LinkError("the curvature ranks' plans do not cover this rank's shard")
-            session.ready = True
-            if self._rank == 0:
-                logger.info("%d curvature rank(s) connected", session.size)
+    def _judge(self, session: Session, job: Job) -> None:
+        try:
+            session.verify(job)
+        except BadResult as bad:
+            self._settle(job, State.BAD, str(bad))
+        else:
+            self._settle(job, State.DONE)
 
-    def _dispatch(self, session: Session) -> None:
-        with self._lock:
-            if self._new is None:
-                return
-            if not session.ready:
-                raise LinkError("the curvature ranks are not connected")
-            job, self._new = self._new, None
-            self._job = job
+    def _send(self, session: Session, job: Job) -> None:
+        if not session.ready:
+            raise LinkError("the curvature ranks are not connected")
         job.staged()
         began = time.monotonic()
-        for rank, link in sorted(session.links.items()):
+        for rank, link in session.links:
             forms, tensors = job.batch if job.batch is not None and self._feeds(rank, session.size) else ([], [])
             link.send(
                 {
@@ -334,35 +301,15 @@ class Bridge:
                 link.send_parts(part, session.send[rank].get(space, []))
             for tensor in tensors:
                 link.send_tensor(tensor)
+        with self._lock:
+            if self._job is job:
+                self._new = False
         job.parts, job.batch = [], None  # the snapshot is no longer needed
         self._note("send", job, began)
 
     def _feeds(self, rank: int, size: int) -> bool:
         """Whether this rank's batches go to curvature rank ``rank``; every batch goes to one, every rank gets one."""
         return rank == self._rank % size if size <= self._world else self._rank == rank % self._world
-
-    def _result(self, session: Session, rank: int, link: Link, job: Job, message: dict[str, Any]) -> None:
-        began = time.monotonic()
-        k = int(message["kept"])
-        if message["accepted"]:
-            if not 0 < k <= job.rows:
-                raise LinkError(f"{link.peer}: {k} eigenvectors: must be 1 to {job.rows}")
-            if job.vectors is None:
-                dtype = dtype_named(message["dtype"])
-                job.vectors = torch.zeros(k, self._layouts[WEIGHTS].numel, dtype=dtype)
-            if job.vectors.shape[0] != k:
-                raise LinkError(f"{link.peer}: {k} eigenvectors: must be as many as the other ranks'")
-            link.receive_parts(job.vectors, session.receive[rank])
-        job.results[rank] = message
-        if len(job.results) < session.size:
-            return
-        self._note("receive", job, began)
-        finite = job.vectors is None or bool(torch.isfinite(job.vectors).all())
-        same = all(_verdict(result) == _verdict(job.results[0]) for result in job.results.values())
-        if finite and same:
-            self._settle(State.DONE)
-        else:
-            self._settle(State.BAD, "curvature ranks disagree" if finite else "the eigenvectors sent are not finite")
 
     def _note(self, what: str, job: Job, began: float) -> None:
         self.timings.append((what, job.number, began, time.monotonic()))
@@ -375,13 +322,3 @@ class _Pipe:
 
     def fileno(self) -> int:
         return self._number
-
-
-def _verdict(result: dict[str, Any]) -> Sequence[Any]:
-    return [result["accepted"], result["kept"], result["report"]["eigenvalues"], result["report"]["next_eigenvalue"]]
-
-
-def _version() -> str:
-    from dho2_ds import __version__
-
-    return __version__

@@ -11,7 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,13 +25,18 @@ from dho2_ds.curvature.refresh import Order, Outcome, Refresh
 from dho2_ds.hosts.base import Host
 from dho2_ds.monitor import is_main, logger
 from dho2_ds.pipeline.batches import encode
-from dho2_ds.pipeline.bridge import Bridge, Job, State
+from dho2_ds.pipeline.bridge import Bridge, State
 from dho2_ds.pipeline.meeting import open_bridge
 from dho2_ds.pipeline.payload import pack, spaces
 from dho2_ds.pipeline.plan import fingerprint
+from dho2_ds.pipeline.session import Job
 
 RETRY = 10
 """Steps from one look for curvature ranks to the next, while a refresh is due and there are none."""
+
+_BAD, _LOST = 2.0**20, -(2.0**40)  # more than there are ranks, so that one float64 sum counts all three
+_FLAGS = {State.FLYING: 0.0, State.DONE: 1.0, State.BAD: 1.0 + _BAD, State.LOST: _LOST, State.IDLE: _LOST}
+"""What a rank adds to the sum: all have settled when the sum, modulo ``_BAD``, is the number of ranks."""
 
 _PAUSE = 0.05  # seconds between two looks in a replay
 
@@ -93,14 +98,14 @@ class Dedicated:
         if self._bridge is None:
             self._bridge = open_bridge(self._settings)
             weakref.finalize(self, self._bridge.close)  # at the latest when the process ends
-        self._flight = None
+        self.abandon()
         self._bridge.describe(spaces(host, base), fingerprint(self._config, host))
 
-    def abandon(self, reason: str, saved: tuple[float, float, float] | None) -> None:
-        """Training goes on from another state: whatever is under way is not wanted."""
-        self._flight, self.saved, self._next_try = None, saved, 0
-        if self._bridge is not None:
-            self._bridge.drop(reason)
+    def abandon(self) -> None:
+        """What is under way is not wanted any more."""
+        if self._flight is not None and self._bridge is not None:
+            self._flight = None
+            self._bridge.drop()
 
     # -- starting -------------------------------------------------------------------------------------------------
 
@@ -111,12 +116,14 @@ class Dedicated:
         groups: list[dict[str, Any]],
         prepare: Callable[[], tuple[Order, Tensor, Any]],
         batches: Callable[[], list[Any] | None],
+        in_use: int | None,
     ) -> bool:
         """Start a job at the present weights, if every training rank has its links. Collective.
 
         Args:
             prepare: gives the order, the start vector's hint and P^(1/2) (None: the identity).
             batches: this rank's micro-batches, None where the curvature ranks have data of their own.
+            in_use: the step at which the basis in use was computed.
         """
         assert self._bridge is not None and self._flight is None
         tries = math.ceil(self._settings.timeout / _PAUSE) if self._replays else 1
@@ -154,7 +161,8 @@ class Dedicated:
                     "groups": [_plain(group) for group in groups],
                     "autocast": [[d, str(t).removeprefix("torch.")] for d, t in Autocast().active],
                     "saved": self.saved,
-                    "rooted": root is not None,
+                    "in_use": in_use,
+                    "loss_scale": host.loss_scale,
                 },
                 parts=[(name, space, cpu) for (name, space, _), cpu in zip(parts, staged, strict=True)],
                 staged=(lambda: (ready(), loaded())[0]) if batch is not None else ready,
@@ -195,7 +203,7 @@ class Dedicated:
     def before_step(self, host: Host) -> None:
         """Let this rank's state ride along in the step's own sum, if that is over all ranks."""
         if self._flight is not None and host.agreement is host.reducer and not self._replays:
-            host.reducer.passenger = self._flag(host)
+            host.reducer.passenger = self._flag()
 
     def after_step(self, host: Host, base: BaseOptimizer, step: int) -> Outcome | None:
         """At the end of training step ``step``: the outcome to install now, on all ranks alike.
@@ -211,17 +219,22 @@ class Dedicated:
         else:
             previous, flight.total = flight.total, self._sum(host)
             total = None if previous is None else float(previous)
-        if total is None or 0 <= total < host.agreement.world_size:
+        if total is None or not _all_settled(total, host):
             return None
         self._flight = None
         if total < 0:
-            return self._failed(host, step)
-        vectors, message = bridge.take()
-        self.saved = tuple(message["saved"])
-        report = Refresh(**{**message["report"], "transient_bytes": flight.bytes})  # ours, not a curvature rank's
+            self._lost(step)
+            return None
+        if total >= _BAD:
+            reason = bridge.reason or "another rank's part of the result is bad; see its log"
+            bridge.forget()
+            return None, Refresh(False, reason)
+        vectors, result = bridge.take()
+        self.saved = result["saved"]
+        report = replace(result["report"], transient_bytes=flight.bytes)  # ours, not a curvature rank's
         values = torch.zeros(self._config.num_eigenvectors + 2, dtype=torch.float64)
         values[: len(report.eigenvalues)] = torch.tensor(report.eigenvalues, dtype=torch.float64)
-        values[-2], values[-1] = report.next_eigenvalue, float(message["born"])
+        values[-2], values[-1] = report.next_eigenvalue, float(report.accepted)
         if not host.agreement.agree(True, values.to(host.agreement.device)):
             return None, Refresh(False, "ranks disagree", hvps=report.hvps)
         self.swaps.append((flight.born, step))
@@ -230,17 +243,16 @@ class Dedicated:
         vectors = vectors.to(base.device)
         return Eigenbasis(vectors, values[: vectors.shape[0]].clone(), report.next_eigenvalue, flight.born), report
 
-    def _flag(self, host: Host) -> float:
+    def _flag(self) -> float:
         assert self._bridge is not None
-        state = self._bridge.state
-        return {State.FLYING: 0.0, State.DONE: 1.0}.get(state, -float(host.agreement.world_size))
+        return _FLAGS[self._bridge.state]
 
     def _sum(self, host: Host) -> Tensor:
         arrived = host.reducer.passed
         host.reducer.passenger, host.reducer.passed = None, None
         if arrived is not None:
             return arrived
-        return host.agreement.sum_(torch.tensor([self._flag(host)], dtype=torch.float64, device=host.agreement.device))
+        return host.agreement.sum_(torch.tensor([self._flag()], dtype=torch.float64, device=host.agreement.device))
 
     @property
     def _replays(self) -> bool:
@@ -251,17 +263,16 @@ class Dedicated:
         if [flight.born, step] not in [list(pair) for pair in self._settings.swaps]:
             return None
         self._bridge.wait(self._settings.timeout)
-        return float(self._sum(host))
+        total = float(self._sum(host))
+        if not _all_settled(total, host):
+            raise RuntimeError(f"step {step}: no basis to swap in within curvature.timeout={self._settings.timeout} s")
+        return total
 
-    def _failed(self, host: Host, step: int) -> Outcome | None:
-        """All ranks know that the job failed on one: why, and is the session still good?"""
+    def _lost(self, step: int) -> None:
+        """A rank has lost its curvature ranks: all give the job up and wait for new ones."""
         assert self._bridge is not None
         reason = self._bridge.reason or "see another rank's log"
-        linked = host.agreement.agree(self._bridge.state is not State.LOST)
-        if linked:
-            self._bridge.forget()
-            return None, Refresh(False, reason)
-        self._bridge.drop("the job was lost")
+        self._bridge.drop()
         self.lost += 1
         self._next_try = step + RETRY
         if is_main():
@@ -272,7 +283,11 @@ class Dedicated:
                 reason,
             )
         self._complained = True
-        return None
+
+
+def _all_settled(total: float, host: Host) -> bool:
+    """Whether every rank knows how the job has ended, or one knows that it is lost."""
+    return total < 0 or total % _BAD == host.agreement.world_size
 
 
 def stage(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:

@@ -13,14 +13,17 @@ import json
 import os
 import secrets
 import socket
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dho2_ds.config import ConfigError
 from dho2_ds.monitor import logger
-from dho2_ds.pipeline.wire import Link, LinkError
+from dho2_ds.pipeline.wire import Link
 
 TOKEN, JOIN = "DHO2_JOB_TOKEN", "DHO2_JOIN"
 PROTOCOL = 1
@@ -46,7 +49,7 @@ def new_token() -> str:
 
 
 def _proof(token: str, role: str, first: str, second: str, meta: str) -> str:
-    text = "\0".join((role, str(PROTOCOL), first, second, meta))
+    text = json.dumps([role, PROTOCOL, first, second, meta])
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -66,18 +69,18 @@ def knock(address: str, token: str, meta: dict[str, Any], timeout: float, peer: 
     Raises:
         Refused: with the reason. OSError: nobody listens there, or it is not a door of a training job.
     """
-    host, _, port = address.rpartition(":")
-    link = Link(socket.create_connection((host.strip("[]"), int(port)), SHAKE_TIMEOUT), SHAKE_TIMEOUT, peer)
+    link = Link(socket.create_connection(split_address(address), SHAKE_TIMEOUT), SHAKE_TIMEOUT, peer)
     try:
         theirs = str(link.receive(_GREETING).get("nonce"))
         nonce, said = secrets.token_hex(16), json.dumps(meta, sort_keys=True)
         link.send({"protocol": PROTOCOL, "nonce": nonce, "meta": said,
                    "proof": _proof(token, "join", theirs, nonce, said)})  # fmt: skip
-        answer = link.receive()
-        if not answer.get("admitted"):
-            raise Refused(str(answer.get("reason")), retry=bool(answer.get("retry")))
-        if not _knows(answer, _proof(token, "admit", nonce, theirs, "")):
+        verdict = link.receive(_GREETING)
+        if not verdict.get("admitted"):
+            raise Refused(str(verdict.get("reason")), retry=bool(verdict.get("retry")))
+        if not _knows(verdict, _proof(token, "admit", nonce, theirs, "")):
             raise Refused(f"{address} does not know the job's token; check the address")
+        answer = link.receive()
     except BaseException:
         link.close()
         raise
@@ -119,31 +122,28 @@ class Door:
         self._listener.close()
 
     def _listen(self) -> None:
-        while True:
+        while self._listener.fileno() != -1:
+            self._guests.acquire()  # a full door lets others wait in the backlog: handshakes are short
             try:
                 connection, origin = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._guests.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._greet, args=(connection, str(origin[0])), daemon=True).start()
+                threading.Thread(target=self._greet, args=(connection, str(origin[0])), daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or out of descriptors or threads for the moment
+                self._guests.release()
+                time.sleep(0.1)
 
     def _greet(self, connection: socket.socket, origin: str) -> None:
-        link = Link(connection, SHAKE_TIMEOUT, origin)
-        late = threading.Timer(2 * SHAKE_TIMEOUT, link.close)  # a stranger may send one byte at a time
-        late.daemon = True
-        late.start()
         try:
-            if not self._shake(link, origin, late):
+            link = Link(connection, SHAKE_TIMEOUT, origin)
+            link.until = time.monotonic() + SHAKE_TIMEOUT  # a stranger may send one byte at a time
+            if not self._shake(link, origin):
                 link.close()
-        except LinkError:
-            link.close()  # a port scan, or a joiner that gave up
+        except Exception as error:  # a port scan, a joiner that gave up, or a stranger's nonsense: nothing to us
+            logger.debug("a connection from %s was closed: %s", origin, error)
+            connection.close()
         finally:
-            late.cancel()
             self._guests.release()
 
-    def _shake(self, link: Link, origin: str, late: threading.Timer) -> bool:
+    def _shake(self, link: Link, origin: str) -> bool:
         nonce = secrets.token_hex(16)
         link.send({"protocol": PROTOCOL, "nonce": nonce})
         hello = link.receive(_GREETING)
@@ -159,25 +159,46 @@ class Door:
                 logger.info("a curvature rank from %s was refused: %s", origin, refusal)
             link.send({"admitted": False, "reason": str(refusal), "retry": refusal.retry})
             return False
-        late.cancel()
+        link.send({"admitted": True, "proof": _proof(self._token, "admit", theirs, nonce, "")})
+        link.until = None
         link.set_timeout(self._timeout)
-        link.send({"admitted": True, "proof": _proof(self._token, "admit", theirs, nonce, ""), **answer})
+        link.send({"admitted": True, **answer})
         welcome()
         return True
 
 
 def write_run_file(address: str, token: str) -> Path:
     """Leave address and token where only this user can read them: ``$DHO2_RUN_FILE``, by default
-    ``dho2-<uid>/run-<pid>.json`` in the folder for temporary files."""
+    ``dho2-<uid>/run-<pid>.json`` in the folder for temporary files (a new folder if that one is not ours)."""
     chosen = os.environ.get("DHO2_RUN_FILE")
-    path = Path(chosen) if chosen else Path(tempfile.gettempdir(), f"dho2-{os.getuid()}", f"run-{os.getpid()}.json")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not chosen and path.parent.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path.parent}: must be a folder of this user; set DHO2_RUN_FILE")
+    if chosen:
+        path = Path(chosen)
+    else:
+        folder = Path(tempfile.gettempdir(), f"dho2-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            folder = Path(tempfile.mkdtemp(prefix="dho2-"))
+        path = folder / f"run-{os.getpid()}.json"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump({JOIN: address, TOKEN: token}, file, indent=1)
     return path
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host``, ``host:port`` or ``[IPv6]:port`` as (host, port); port 0 where none is given.
+
+    Raises:
+        ConfigError: it is not one, or a wildcard, at which nobody can be reached.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):
+        host, port = address, "0"
+    host = host.strip("[]")
+    if not port.isdigit() or int(port) > 65535 or host in ("", "0.0.0.0", "::"):
+        raise ConfigError(f"address={address!r}: must be host or host:port, the host one of this machine's; name it")
+    return host, int(port)
 
 
 def own_host(towards: str | None) -> str:

@@ -14,7 +14,7 @@ from dho2_ds.config import ConfigError, CurvatureConfig
 from dho2_ds.monitor import logger
 from dho2_ds.pipeline import worlds
 from dho2_ds.pipeline.bridge import Bridge
-from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, write_run_file
+from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, split_address, write_run_file
 
 _ended = False  # the training side has said so
 
@@ -43,20 +43,49 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
     device = group_device()
     shared = os.environ.get(TOKEN) or new_token()
     shared = str(broadcast({"token": shared}, device)["token"])
-    host, port = _listen_at(settings.address, rank)
     doors: list[str] = []
-    bridge = Bridge(
-        rank=rank, world=world, host=host, port=port, token=shared, timeout=settings.timeout,
-        doors=lambda: doors or None,
-    )  # fmt: skip
-    doors += [str(broadcast({"at": bridge.address}, device, source)["at"]) for source in range(world)]
+    bridge: Bridge | None = None
+    problem = ""
+    try:
+        bridge = _open(settings, rank, world, shared, doors)
+    except OSError as error:
+        problem = f"training rank {rank} cannot listen for curvature ranks: {error}"
+    told = [broadcast({"at": bridge.address if bridge else "", "problem": problem}, device, r) for r in range(world)]
+    for other in told:
+        if other["problem"]:
+            raise ConfigError(f"curvature.address={settings.address!r}: {other['problem']}; choose another")
+    assert bridge is not None
+    doors += [str(other["at"]) for other in told]
     if rank == 0:
-        path = write_run_file(bridge.address, shared)
-        logger.info("curvature ranks may join at %s; the token is in %s", bridge.address, path)
+        try:
+            path = str(write_run_file(bridge.address, shared))
+        except OSError as error:  # who wants to join from outside needs it, nobody else
+            path = f"not written: {error}"
+        logger.info("curvature ranks may join at %s; run file with the token: %s", bridge.address, path)
         if store is not None:
             store.set("door", bridge.address)
             atexit.register(_say_ended, store)
     return bridge
+
+
+def _open(settings: CurvatureConfig, rank: int, world: int, shared: str, doors: list[str]) -> Bridge:
+    """Listen at the configured address, rank 0 at its port; a rank on another machine listens at its own."""
+    several = dist.is_available() and dist.is_initialized()
+    own = own_host(os.environ.get("MASTER_ADDR") if several else None)
+    host, port = split_address(settings.address) if settings.address else (own, 0)
+
+    def at(host: str, port: int) -> Bridge:
+        return Bridge(
+            rank=rank, world=world, host=host, port=port, token=shared, timeout=settings.timeout,
+            doors=lambda: doors or None,
+        )  # fmt: skip
+
+    if rank == 0:
+        return at(host, port)
+    try:
+        return at(host, 0)
+    except OSError:
+        return at(own, 0)
 
 
 def _say_ended(store: Any) -> None:
@@ -65,14 +94,6 @@ def _say_ended(store: Any) -> None:
         store.set("ended", "yes")
     except (RuntimeError, dist.DistError):
         pass  # the launcher has closed it: that tells too
-
-
-def _listen_at(address: str | None, rank: int) -> tuple[str, int]:
-    if address:
-        host, _, port = address.rpartition(":") if ":" in address else (address, "", "0")
-        return host.strip("[]"), int(port) if rank == 0 else 0
-    several = dist.is_available() and dist.is_initialized()
-    return own_host(os.environ.get("MASTER_ADDR") if several else None), 0
 
 
 # -- the curvature side -----------------------------------------------------------------------------------------

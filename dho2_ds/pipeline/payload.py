@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dho2_ds.base import BaseOptimizer
 from dho2_ds.hosts.base import Host
-from dho2_ds.pipeline.bridge import WEIGHTS
+from dho2_ds.pipeline.session import WEIGHTS
 from dho2_ds.sharding.layout import Layout
 from dho2_ds.soap_base import SoapOptimizer
 

@@ -15,9 +15,9 @@ from dho2_ds.sharding.redistribute import plan_cached
 
 
 def fingerprint(config: DHO2Config, host: Host) -> str:
-    """Equal on two ranks that can work on the same eigenbasis: parameters, their order, rule and base. Readable, so
-    that a refusal can show what differs; not a secret."""
-    said: list[Any] = [list(host.sizes.items())]
+    """Equal on two ranks that can work on the same eigenbasis: parameters, rule and base. Readable, so that a refusal
+    can show what differs; not a secret."""
+    said: list[Any] = [sorted(host.sizes.items())]
     if config.base == "soap":
         said.append(config.soap.model_dump())
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()

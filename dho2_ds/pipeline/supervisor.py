@@ -16,10 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NoReturn
 
 CHANNEL = "DHO2_SUPERVISED"
-"""In a supervised child: the descriptor of its end of the channel."""
+"""In a supervised child: the descriptor of its end of the channel, and how many children there were before."""
 
 OFF = "DHO2_SUPERVISE"
 """Set to ``0``: no supervision; a curvature rank that dies ends the launch."""
@@ -28,6 +27,9 @@ REFUSED = 3
 """Exit code of a child that would not fare better another time."""
 
 RESTARTS = 3
+"""Failures in a row after which a child is not started again."""
+
+_STEADY = 600.0  # seconds: a child that lived longer had not failed at what the one before failed at
 _PAUSE = 2.0  # seconds before the next start: the other curvature ranks notice first
 
 _channel: socket.socket | None = None
@@ -40,7 +42,7 @@ def supervise() -> None:
     """
     global _channel
     if CHANNEL in os.environ:
-        _channel = _channel or socket.socket(fileno=int(os.environ[CHANNEL]))
+        _channel = _channel or socket.socket(fileno=int(os.environ[CHANNEL].partition(":")[0]))
         threading.Thread(target=_follow, args=(_channel,), daemon=True).start()
         return
     by_launcher = multiprocessing.parent_process() is None and sys.argv[:1] not in ([], [""], ["-c"])
@@ -61,6 +63,11 @@ def supervised() -> bool:
     return _channel is not None
 
 
+def restarted() -> bool:
+    """True in a child that follows one that died."""
+    return not os.environ.get(CHANNEL, ":0").endswith(":0")
+
+
 def _follow(channel: socket.socket) -> None:
     """End with the supervisor."""
     try:
@@ -70,51 +77,66 @@ def _follow(channel: socket.socket) -> None:
     os._exit(1)
 
 
-def main(command: list[str]) -> NoReturn:
-    """Run the command until it ends with 0 or will not do better."""
-    environment = dict(os.environ)
-    child: subprocess.Popen[bytes] | None = None
+class _Supervisor:
+    """Runs one command until it ends with 0, will not do better, or is to stop."""
 
-    def forward(number: int, _: object) -> None:
-        if child is not None:
-            child.send_signal(number)
+    def __init__(self, command: list[str]) -> None:
+        self._command, self._environment = command, dict(os.environ)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop = threading.Event()
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            signal.signal(getattr(signal, name), self._forward)
 
-    for caught in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(caught, forward)
-    rank = environment.get("RANK", environment.get("OMPI_COMM_WORLD_RANK", "?"))
-    for attempt in range(RESTARTS + 1):
+    def _forward(self, number: int, _: object) -> None:
+        if number in (signal.SIGTERM, signal.SIGINT):
+            self._stop.set()
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def run(self) -> None:
+        rank = self._environment.get("RANK", self._environment.get("OMPI_COMM_WORLD_RANK", "?"))
+        attempt = failures = 0
+        while not self._stop.is_set():
+            began = time.monotonic()
+            code = self._once(attempt)
+            if code in (0, REFUSED) or self._stop.is_set():
+                return
+            attempt, failures = attempt + 1, 1 if time.monotonic() - began > _STEADY else failures + 1
+            last = failures > RESTARTS
+            then = "training goes on without it" if last else "it is started again"
+            print(f"[dho2] the curvature process of rank {rank} ended with code {code}; {then}", file=sys.stderr)
+            if last:
+                return
+            self._stop.wait(_PAUSE)
+
+    def _once(self, attempt: int) -> int:
+        """The exit code of one child."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            child = subprocess.Popen(command, env={**environment, CHANNEL: str(number)}, pass_fds=[number])
-        learned, code = _wait(child, ours)
-        environment.update(learned)
-        ours.close()
-        if code in (0, REFUSED) or -code in (signal.SIGTERM, signal.SIGINT):
-            break
-        last = attempt == RESTARTS
-        print(
-            f"[dho2] the curvature process of rank {rank} ended with code {code}; "
-            + ("training goes on without it" if last else "it is started again"),
-            file=sys.stderr,
-            flush=True,
-        )
-        if not last:
-            time.sleep(_PAUSE)
-    sys.stdout.flush()
-    os._exit(0)
+        with ours:
+            with theirs:
+                number = theirs.fileno()
+                environment = {**self._environment, CHANNEL: f"{number}:{attempt}"}
+                self._child = subprocess.Popen(self._command, env=environment, pass_fds=[number])
+            listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
+            listener.start()
+            code = self._child.wait()
+            listener.join(1.0)  # what was said is there; children of the child may hold the channel open for longer
+        return code
 
-
-def _wait(child: subprocess.Popen[bytes], channel: socket.socket) -> tuple[dict[str, str], int]:
-    """What the child wants remembered, and its exit code."""
-    said = b""
-    while part := channel.recv(65536):  # until the child, and with it its end, is gone
-        said += part
-    learned: dict[str, str] = {}
-    for line in said.splitlines():
-        learned.update(json.loads(line))
-    return learned, child.wait()
+    def _listen(self, channel: socket.socket) -> None:
+        said = b""
+        try:
+            while part := channel.recv(65536):
+                said += part
+                *lines, said = said.split(b"\n")
+                for line in lines:
+                    self._environment.update(json.loads(line))
+        except (OSError, ValueError):
+            pass  # half a word of a child that died
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _Supervisor(sys.argv[1:]).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

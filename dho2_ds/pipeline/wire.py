@@ -10,6 +10,7 @@ import json
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,9 @@ class LinkError(ConnectionError):
 class Link:
     """One connection, blocking, with a timeout for progress.
 
+    Attributes:
+        until: ``time.monotonic()`` after which a message that is still coming or going counts as lost; None: never.
+
     Args:
         sock: connected; owned from now on. timeout: seconds without progress after which the peer counts as gone.
         peer: for messages, e.g. ``"curvature rank 1"``.
@@ -41,6 +45,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, timeout: float, peer: str) -> None:
         self._socket, self.peer = sock, peer
+        self.until: float | None = None
         sock.settimeout(timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a peer whose machine is gone sends no end
@@ -56,12 +61,16 @@ class Link:
         """Change how long the peer may make no progress."""
         self._socket.settimeout(seconds)
 
-    def close(self) -> None:
-        """End the connection; the peer sees it. May be called twice, and from another thread than the reader's."""
+    def shutdown(self) -> None:
+        """End the connection without waiting; the peer, and a thread of ours amid a transfer, see it at once."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it was not connected any more
+
+    def close(self) -> None:
+        """End the connection and free it. May be called twice."""
+        self.shutdown()
         self._socket.close()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -96,9 +105,9 @@ class Link:
 
     def send_parts(self, rows: Tensor, intervals: Intervals) -> None:
         """Send some columns of ``rows``, (n,) or (k, n) local on the CPU: interval by interval, row by row."""
-        pieces = [rows[..., start : start + length].reshape(-1) for start, length in intervals if length]
-        if pieces:
-            self.send_tensor(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        for start, length in intervals:
+            for row in rows.view(-1, rows.shape[-1]):
+                self._send(_bytes(row[start : start + length]))
 
     def receive_parts(self, rows: Tensor, intervals: Intervals) -> None:
         """The reverse of :meth:`send_parts`, straight into ``rows``."""
@@ -117,13 +126,19 @@ class Link:
     def _send(self, view: memoryview) -> None:
         try:
             for start in range(0, len(view), _SLICE):
+                self._in_time()
                 self._socket.sendall(view[start : start + _SLICE])
         except OSError as error:
             raise LinkError(f"{self.peer}: {error or type(error).__name__}") from error
 
+    def _in_time(self) -> None:
+        if self.until is not None and time.monotonic() > self.until:
+            raise LinkError(f"{self.peer}: too slow")
+
     def _receive(self, view: memoryview) -> None:
         got = 0
         while got < len(view):
+            self._in_time()
             try:
                 count = self._socket.recv_into(view[got : got + _SLICE])
             except OSError as error:

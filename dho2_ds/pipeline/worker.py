@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,19 @@ from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.monitor import chosen_route, logger
 from dho2_ds.pipeline import meeting, worlds
 from dho2_ds.pipeline.batches import decode, receive_tensors
-from dho2_ds.pipeline.bridge import WEIGHTS
 from dho2_ds.pipeline.door import Refused, knock
 from dho2_ds.pipeline.payload import spaces, unpack_root
 from dho2_ds.pipeline.plan import fingerprint, layout_from_json, routes
+from dho2_ds.pipeline.session import WEIGHTS
 from dho2_ds.pipeline.supervisor import REFUSED
 from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
 from dho2_ds.sharding.layout import Layout
 
 _POLL = 1.0  # seconds between two looks at whether the training job is there
+_REFUSING, _SILENT = 3.0, 60.0
+"""Seconds after which a door where nobody listens, or that does not answer, means that training is gone."""
+
+T = TypeVar("T")
 
 Batches = Callable[[list[Any] | None], Sequence[Loss]]
 """This rank's curvature losses of one job, from the training ranks' batches or (None) from data of its own."""
@@ -56,12 +60,12 @@ class Worker:
         several = dist.is_available() and dist.is_initialized()
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._spaces = spaces(host, base)
-        self._operator: FiniteDifference | None = None
         self._old: Eigenbasis | None = None
         self._links: list[Link] = []
         self._receive: dict[str, list[Intervals]] = {}
         self._send: list[Intervals] = []
         self._joined = False
+        self._silent_since = 0.0
 
     def run(self) -> None:
         """Serve until training has ended; join again when a session is lost.
@@ -73,22 +77,41 @@ class Worker:
             try:
                 while True:
                     self._job()
-            except (LinkError, Abandoned) as error:
-                self._listen_for_the_end()
-                logger.info("curvature rank %d: the session has ended: %s", self._rank, error)
+            except Abandoned as reason:
+                logger.info("curvature rank %d: the session has ended: %s", self._rank, reason)
             finally:
-                for link in self._links:
-                    link.close()
-                self._links = []
+                self._leave_session()
 
-    def _listen_for_the_end(self) -> None:
-        """Whether a training rank's last word was that training has ended."""
+    def _leave_session(self) -> None:
+        """Close the links, so that the training side ends the other curvature ranks' too; listen for a last word."""
+        for link in self._links:
+            try:
+                link.set_timeout(1.0)
+                while readable([link], 0):
+                    if link.receive().get("closed") == "training ended":
+                        meeting.training_has_ended()
+            except (LinkError, OSError):
+                pass  # no last word from this one
+            link.close()
+        self._links = []
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Do something with the links on every curvature rank; if it fails on one, all leave the session. One
+        all-reduce, which every rank comes to: one that fails closes its links, and so the waiting of the others ends.
+
+        Raises:
+            Abandoned: on every rank.
+        """
+        result: T | None = None
+        problem = ""
         try:
-            for link in readable(self._links, 0):
-                if link.receive().get("closed") == "training ended":
-                    meeting.training_has_ended()
-        except LinkError:
-            pass  # no last word
+            result = call()
+        except (LinkError, OSError) as error:
+            problem = str(error)
+            self._leave_session()
+        if not self._host.agreement.agree(not problem):
+            raise Abandoned(problem or "another curvature rank's link failed")
+        return cast(T, result)
 
     # -- joining ------------------------------------------------------------------------------------------------
 
@@ -119,14 +142,19 @@ class Worker:
                 return {"wait": "they have not opened their doors"}
             link, answer = knock(address, meeting.token(), {**self._meta, "asks": True}, 10.0, "training rank 0")
             link.close()
+            self._silent_since = 0.0
             return {"doors": answer["doors"], "session": secrets.randbits(52) + 1}
         except Refused as refusal:
             return {"wait" if refusal.retry else "refused": str(refusal)}
         except meeting.TrainingGone:
             return {"gone": True}
-        except OSError:
-            gone = self._joined or meeting.joined_from_outside()
-            return {"gone": True} if gone else {"wait": "their door does not answer"}
+        except OSError as error:
+            # In a launch of training's own, the launcher's store says when training has ended.
+            now = time.monotonic()
+            self._silent_since = self._silent_since or now
+            patience = _REFUSING if isinstance(error, ConnectionRefusedError) else _SILENT
+            gone = meeting.joined_from_outside() and now > self._silent_since + patience
+            return {"gone": True} if gone else {"wait": f"their door does not answer: {error}"}
 
     @property
     def _meta(self) -> dict[str, Any]:
@@ -179,7 +207,7 @@ class Worker:
     # -- one job --------------------------------------------------------------------------------------------------
 
     def _job(self) -> None:
-        orders, batches, received = self._receive_job()
+        orders, batches, received = self._together(self._receive_job)
         order = orders[0]
         autocast = [(str(device), dtype_named(dtype)) for device, dtype in order["autocast"]]
         asked = Order(**{**order["order"], "dtype": dtype_named(order["order"]["dtype"]), "device": self._base.device})
@@ -191,11 +219,13 @@ class Worker:
             stack.enter_context(torch.no_grad())
             for device, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            operator = self._operator or FiniteDifference.for_dtype(self._host.compute_dtype)
-            if self._operator is None and order["saved"] is not None:
-                operator.resume(tuple(order["saved"]))
-            self._operator = operator
-            losses = self._host.agreement.together(lambda: self._losses(batches, orders), "no batch on another rank")
+            operator = FiniteDifference.for_dtype(self._host.compute_dtype)
+            operator.resume(None if order["saved"] is None else tuple(order["saved"]))
+            if order["loss_scale"] is not None:
+                self._host.loss_scale = order["loss_scale"]
+            if self._old is not None and self._old.born != order["in_use"]:
+                self._old = None  # training has rejected it, or goes on from a checkpoint
+            losses = self._losses([] if self._own_data else batches)
             found, report = refresh(
                 self._host,
                 losses,
@@ -213,21 +243,22 @@ class Worker:
             kept = found.vectors.to(dtype, copy=True)
             self._old = Eigenbasis(kept, found.eigenvalues, found.next_eigenvalue, found.born)
             kept = kept.cpu()
-        saved = (operator.tau, operator.gradient_norm, operator.growth)
-        for link, intervals in zip(self._links, self._send, strict=True):
-            link.send(
-                {
-                    "result": order["job"],
-                    "accepted": kept is not None,
-                    "kept": 0 if kept is None else kept.shape[0],
-                    "dtype": None if kept is None else dtype_name(kept.dtype),
-                    "born": asked.born,
-                    "saved": saved,
-                    "report": asdict(report),
-                }
-            )
-            if kept is not None:
-                link.send_parts(kept, intervals)
+        message = {
+            "result": order["job"],
+            "kept": 0 if kept is None else kept.shape[0],
+            "dtype": None if kept is None else dtype_name(kept.dtype),
+            "born": asked.born,
+            "saved": (operator.tau, operator.gradient_norm, operator.growth),
+            "report": asdict(report),
+        }
+
+        def send() -> None:
+            for link, intervals in zip(self._links, self._send, strict=True):
+                link.send(message)
+                if kept is not None:
+                    link.send_parts(kept, intervals)
+
+        self._together(send)
 
     @property
     def _eigenvector_dtype(self) -> str:
@@ -274,27 +305,48 @@ class Worker:
         if batch is None:
             return message, None
         tensors = receive_tensors(link, batch["tensors"])
-        return message, [decode(form, tensors) for form in batch["forms"]]
+        return message, [decode(form, tensors, self._device) for form in batch["forms"]]
 
-    def _losses(self, batches: list[Any], orders: list[dict[str, Any]]) -> list[Loss]:
-        """This rank's losses, weighted: their mean over the curvature ranks is the mean over the training ranks."""
-        if self._own_data:
-            return list(self._batches(None))
+    @property
+    def _device(self) -> torch.device:
+        """Where the model computes: with CPU offload not where its shards are."""
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator if accelerator is not None else torch.device("cpu")
+
+    def _losses(self, batches: list[Any]) -> list[Loss]:
+        """This rank's losses, weighted: their mean over the curvature ranks is the mean over the training ranks.
+
+        As many on every rank, some with weight 0 where they do not divide: engines communicate in every evaluation.
+        One all-reduce.
+        """
         training = len(batches)
-        found: list[Loss] = []
-        weights: list[float] = []
-        for rank, own in enumerate(batches):
-            copies = 1 if self._size <= training else len(range(rank, self._size, training))
-            losses = self._batches(own) if own else []
-            found += losses
-            weights += [1.0 / (training * len(losses) * copies) for _ in losses]
-        scale = len(found) * self._size
-        return [_times(loss, weight * scale) for loss, weight in zip(found, weights, strict=True)]
+        found: list[tuple[Loss, float]] = []
+
+        def collect() -> None:
+            if self._own_data:
+                found.extend((loss, 1.0 / self._size) for loss in self._batches(None))
+                found[:] = [(loss, weight / len(found)) for loss, weight in found]
+            for rank, own in enumerate(batches):
+                copies = 1 if self._size <= training else len(range(rank, self._size, training))
+                losses = self._batches(own) if own else []
+                found.extend((loss, 1.0 / (training * len(losses) * copies)) for loss in losses)
+
+        agreement = self._host.agreement
+        agreement.together(collect, "no curvature batch on another rank; see that rank's error")
+        counts = torch.zeros(self._size, dtype=torch.float64, device=agreement.device)
+        counts[self._rank] = len(found)
+        most = int(agreement.sum_(counts).max())
+        found += [(found[0][0], 0.0)] * (most - len(found))
+        return [_times(loss, weight * most * self._size) for loss, weight in found]
 
     def _still_wanted(self) -> None:
         """Between two products: go on only if all training ranks still wait. One all-reduce."""
         # A training rank says nothing during a job, except that it gives up.
-        if not self._host.agreement.agree(not readable(self._links, 0)):
+        try:
+            wanted = not readable(self._links, 0)
+        except LinkError:
+            wanted = False
+        if not self._host.agreement.agree(wanted):
             raise Abandoned("the training ranks do not wait for this refresh any more")
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,9 @@ class _World:
 
 
 _world: _World | None = None
+
+_AGAIN = timedelta(minutes=3)
+"""How long a curvature rank that was started again waits for the launcher's store and for its peers."""
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TOKEN)
 """What a curvature process that is started again needs to find the launch."""
@@ -92,7 +96,13 @@ def init_distributed(
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     _find_launcher()
-    store, rank, world = next(iter(rendezvous("env://", **options)))
+    again = supervisor.restarted()
+    try:
+        store, rank, world = next(iter(rendezvous("env://", **({"timeout": _AGAIN} if again else options))))
+    except (RuntimeError, dist.DistError):
+        if again:
+            leave(0)  # the launcher's store is gone, and with it training
+        raise
     if os.environ.get(JOIN):
         _world = _World("curvature", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
@@ -111,9 +121,10 @@ def init_distributed(
     mine, size, place = rank, training, "dho2/training"
     if side == "curvature":
         mine, size = rank - training, curvature_ranks
-        # A new group where curvature ranks were started again; all of them are, when one fails.
-        place = f"dho2/curvature/{(_world.store.add('curvature starts', 1) - 1) // size}"
         supervisor.remember({name: os.environ[name] for name in _LAUNCH if name in os.environ})
+        place = f"dho2/curvature/{_generation(_world.store, mine, size)}"
+        if again:
+            options["timeout"] = _AGAIN
     dist.init_process_group(backend, store=PrefixStore(place, store), rank=mine, world_size=size, **options)
     os.environ.update(RANK=str(mine), WORLD_SIZE=str(size))
     if side == "curvature":
@@ -132,6 +143,23 @@ def _ranks_in(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
     curvature = parse_config({"curvature": params.get("curvature")}).curvature
     wanted = curvature.mode == "dedicated" and params.get("num_eigenvectors") != 0
     return curvature.ranks if wanted else 0
+
+
+def _generation(store: Any, rank: int, size: int) -> int:
+    """Number of starts of all curvature ranks together, agreed on by all: when one fails, all start again, and the
+    process group of those that live now is a new one."""
+    store.add(f"starts/{rank}", 1)
+    deadline = time.monotonic() + _AGAIN.total_seconds()
+    while True:
+        if store.check(["ended"]):
+            leave(0)
+        starts = sum(store.add(f"starts/{other}", 0) for other in range(size))
+        store.set(f"here/{starts}/{rank}", "yes")
+        if store.check([f"here/{starts}/{other}" for other in range(size)]):
+            return int(starts)
+        if supervisor.restarted() and time.monotonic() > deadline:
+            raise RuntimeError("the other curvature ranks did not start again")
+        time.sleep(0.1)
 
 
 def _launched_as_curvature_rank(curvature_ranks: int) -> bool:
@@ -184,13 +212,19 @@ def _meeting_point() -> tuple[str, int]:
 
 def _share_token(store: Any, rank: int, world: int) -> None:
     """Give all processes of a launch one token. It lies in the launcher's store only until the last has read it."""
-    if os.environ.get(TOKEN):
-        return
-    if rank == 0:
-        store.set("token", new_token())
-    os.environ[TOKEN] = store.get("token").decode()
+    if supervisor.restarted():
+        return  # it is in the environment
+    if rank == 0:  # a token that the user gave is not put into the store
+        store.set("token", "given" if os.environ.get(TOKEN) else new_token())
+    found = store.get("token").decode()
+    if found != "given":
+        os.environ[TOKEN] = found
     if store.add("token read", 1) == world:
         store.delete_key("token")
+    if not os.environ.get(TOKEN):
+        raise ConfigError(
+            f"{TOKEN}: must be set for all processes or for none; it is set for rank 0 and not for {rank}"
+        )
 
 
 def _fit_batches(training: int, given: object) -> None:
