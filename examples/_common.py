@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,23 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TrainStep = Callable[[Iterator[Tensor]], Tensor]
 
 
-def parse_args(description: str | None, steps: int = 300, batch_size: int | None = None) -> argparse.Namespace:
+class Place(NamedTuple):
+    """Where this process stands: its rank among the processes with the same role, and which role that is."""
+
+    rank: int
+    world: int
+    device: torch.device
+    role: str  # "training", or "curvature" on ranks that only compute curvature
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one process that prints."""
+        return self.rank == 0 and self.role == "training"
+
+
+def parse_args(
+    description: str | None, steps: int = 300, batch_size: int | None = None, config: str = "zero2.json"
+) -> argparse.Namespace:
     """The command line of an example; `--local_rank` is what the `deepspeed` launcher adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
@@ -36,7 +52,7 @@ def parse_args(description: str | None, steps: int = 300, batch_size: int | None
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=["dho2", "adamw"], default="dho2")
     parser.add_argument("--ddp", action="store_true", help="plain DDP; only the config's optimizer block is read")
-    parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / "zero2.json", metavar="JSON")
+    parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / config, metavar="JSON")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     return parser.parse_args()
 
@@ -61,20 +77,24 @@ def skip_shm_op() -> None:
         backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def start(seed: int, local_rank: int = 0) -> tuple[int, int, torch.device]:
-    """Join the launcher's world. Returns (rank, world size, device); every rank continues with the same seed."""
-    import deepspeed  # here, because the FSDP examples do without
-    from deepspeed.accelerator import get_accelerator
+def start(seed: int, local_rank: int = 0, config: dict[str, Any] | None = None) -> Place:
+    """Join the launcher's world (`deepspeed`, `torchrun` or `mpirun`); every rank continues with the same seed.
+
+    A config with curvature mode `dedicated` makes two worlds of it; the script goes on unchanged in both.
+    """
+    from deepspeed.accelerator import get_accelerator  # here, because the FSDP examples do without
 
     skip_shm_op()
-    deepspeed.init_distributed(verbose=False)
+    role = dho2_ds.init_distributed(config)
     rank, world = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))  # under mpirun it is known only now
     get_accelerator().set_device(local_rank)
     device = torch.device(get_accelerator().device_name(local_rank))
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world  # the other world's too
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(here)))
     torch.manual_seed(seed)
-    return rank, world, device
+    return Place(rank, world, device, role)
 
 
 def shards(data: Tensor, batch_size: int, rank: int, world: int, seed: int) -> Iterator[Tensor]:
@@ -142,26 +162,27 @@ def ddp_host(model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep, torch
 
 
 @contextmanager
-def progress_bar(steps: int, rank: int) -> Iterator[Callable[[Tensor], None]]:
-    """A bar on rank 0; call what it yields with the loss after each step."""
+def progress_bar(steps: int, place: Place) -> Iterator[Callable[[Tensor], None]]:
+    """A bar on the process that prints; call what it yields with the loss after each step."""
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(width=100), disable=rank != 0) as bar:
+    with Progress(*columns, TimeElapsedColumn(), console=Console(width=100), disable=not place.speaks) as bar:
         task = bar.add_task("", total=steps, loss=float("nan"))
         yield lambda loss: bar.update(task, advance=1, loss=loss.item())
 
 
-def train(model: nn.Module, data: Tensor, args: argparse.Namespace, rank: int, world: int) -> None:
-    """The training loop of the examples, on either host."""
+def train(model: nn.Module, data: Tensor, args: argparse.Namespace, place: Place) -> None:
+    """The training loop of the examples, on either host. A curvature rank ends inside its first forward (DDP: in
+    `attach`), when training has ended."""
     config = read_config(args)
-    batches = shards(data, config["train_micro_batch_size_per_gpu"], rank, world, args.seed)
+    batches = shards(data, config["train_micro_batch_size_per_gpu"], place.rank, place.world, args.seed)
     train_step, optimizer = (ddp_host if args.ddp else deepspeed_host)(model, config)
-    with progress_bar(args.steps, rank) as advance:
+    with progress_bar(args.steps, place) as advance:
         for _ in range(args.steps):
             loss = train_step(batches)
             advance(loss)
     dist.all_reduce(loss)
-    if rank == 0:
-        report(loss.item() / world, optimizer)
+    if place.speaks:
+        report(loss.item() / place.world, optimizer)
     dist.destroy_process_group()
 
 
@@ -171,6 +192,14 @@ def report(loss: float, optimizer: torch.optim.Optimizer) -> None:
     table.add_row("final loss", f"{loss:.4f}")
     if isinstance(optimizer, dho2_ds.DHO2):
         for name, value in optimizer.curvature_stats().items():
-            numbers = [f"{entry:.3g}" for entry in value] if isinstance(value, list | tuple) else None
-            table.add_row(name, " ".join(numbers) if numbers is not None else str(value))
+            table.add_row(name, shown(value))
     Console(width=100).print(table)
+
+
+def shown(value: object) -> str:
+    """Numbers to three digits, pairs as `snapshot->swap`."""
+    if isinstance(value, tuple):
+        return "->".join(map(str, value))
+    if isinstance(value, list):
+        return " ".join(shown(entry) for entry in value) or "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

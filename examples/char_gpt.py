@@ -8,7 +8,7 @@ torchrun --nproc_per_node 2 examples/char_gpt.py --ddp
 from __future__ import annotations
 
 import torch
-from _common import library_text, parse_args, start, train
+from _common import library_text, parse_args, read_config, start, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -50,5 +50,5 @@ class CharGPT(nn.Module):
 
 if __name__ == "__main__":
     args = parse_args(__doc__, batch_size=16)
-    rank, world, device = start(args.seed, args.local_rank)
-    train(CharGPT(block=64).to(device), library_text(block=64).to(device), args, rank, world)
+    place = start(args.seed, args.local_rank, read_config(args))
+    train(CharGPT(block=64).to(place.device), library_text(block=64).to(place.device), args, place)

@@ -118,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     from _common import digits, start
 
-    rank, world, device = start(args.seed, args.local_rank)
+    rank, world, device, _ = start(args.seed, args.local_rank)
     data = digits().to(device)
     for run in json.loads(args.plan.read_text()):
         torch.manual_seed(args.seed)

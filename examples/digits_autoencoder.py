@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from _common import digits, parse_args, start, train
+from _common import digits, parse_args, read_config, start, train
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -33,5 +33,5 @@ class DigitsAutoencoder(nn.Module):
 
 if __name__ == "__main__":
     args = parse_args(__doc__)
-    rank, world, device = start(args.seed, args.local_rank)
-    train(DigitsAutoencoder().to(device), digits().to(device), args, rank, world)
+    place = start(args.seed, args.local_rank, read_config(args))
+    train(DigitsAutoencoder().to(place.device), digits().to(place.device), args, place)

@@ -8,7 +8,6 @@ torchrun --nproc_per_node 2 examples/train_fsdp2.py --resume checkpoint
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from _fsdp import parse_args, start, train
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,8 +16,8 @@ SHARDS = 2
 
 if __name__ == "__main__":
     args = parse_args(__doc__)
-    device = start(args.seed)
-    world = dist.get_world_size()
-    if world % SHARDS:
-        raise SystemExit(f"nproc_per_node={world}: must be a multiple of {SHARDS}, the ranks that share one copy")
-    train(init_device_mesh(device, (world // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard")), args)
+    place = start(args.seed, args.curvature_ranks)
+    if place.world % SHARDS:
+        raise SystemExit(f"{place.role} ranks={place.world}: must be a multiple of {SHARDS}; start more or fewer")
+    shape = (place.world // SHARDS, SHARDS)
+    train(init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard")), args, place)

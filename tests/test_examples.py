@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,15 +45,22 @@ def launch(command: list[str], folder: Path, timeout: float = 150.0) -> str:
     return output
 
 
-def deepspeed(script: str, *arguments: str) -> list[str]:
+def deepspeed(script: str, *arguments: str, ranks: int = 2) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return ["deepspeed", "--num_gpus", "2", "--master_port", str(port), str(EXAMPLES / script), *arguments]
+    return ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(port), str(EXAMPLES / script), *arguments]
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> list[str]:
     return ["torchrun", "--standalone", "--nproc_per_node", str(ranks), str(EXAMPLES / script), *arguments]
+
+
+def mpirun(script: str, *arguments: str, ranks: int = 2) -> list[str]:
+    """With ``env``, because Open MPI refuses root, as which containers run, and more processes than cores."""
+    allowed = ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    command = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, str(EXAMPLES / script)]
+    return ["env", *allowed, *command, *arguments]
 
 
 def quick_config(name: str, folder: Path) -> str:
@@ -81,6 +90,24 @@ def check_report(output: str) -> None:
     assert int(report["hvps"]) > 0
 
 
+def dedicated_arguments(folder: Path) -> list[str]:
+    """A replay, for which training waits: a few steps would be over before any refresh has come back."""
+    arguments = example_arguments("zero2_dedicated.json", folder)
+    path = folder / "zero2_dedicated.json"
+    config = json.loads(path.read_text())
+    config["optimizer"]["params"]["curvature"].update(swaps=[[2, 3], [4, 6]], timeout=100)
+    path.write_text(json.dumps(config))
+    return arguments
+
+
+def check_dedicated(output: str) -> None:
+    report = reported(output)
+    assert (report["refreshes"], report["swaps"], report["age"]) == ("2", "2->3 4->6", "2")
+    assert all(float(value) != 0 for value in report["eigenvalues"].split())
+    assert output.count("final loss") == 1  # a curvature rank prints no table
+    assert "curvature rank 0: the session has ended" in output
+
+
 @pytest.mark.parametrize("name", [*HOST_CONFIGS, "demo_dho2.json"])
 def test_config_is_valid(name: str) -> None:
     config = json.loads((CONFIGS / name).read_text())
@@ -97,6 +124,35 @@ def test_readme_explains_every_config_and_key() -> None:
 
 def test_autoencoder_with_the_deepspeed_launcher(tmp_path: Path) -> None:
     check_report(launch(deepspeed("digits_autoencoder.py", *example_arguments("zero2.json", tmp_path)), tmp_path))
+
+
+def test_dedicated_with_the_deepspeed_launcher(tmp_path: Path) -> None:
+    command = deepspeed("train_dedicated.py", *dedicated_arguments(tmp_path), ranks=3)
+    output = launch(command, tmp_path)
+    check_dedicated(output)
+    assert output.count("exits successfully") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [[], ["--ddp"]])
+def test_dedicated_with_torchrun(host: list[str], tmp_path: Path) -> None:
+    arguments = [*host, *dedicated_arguments(tmp_path)]
+    check_dedicated(launch(torchrun("train_dedicated.py", *arguments, ranks=3), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
+    reason="mpirun and mpi4py are not installed; pip install 'dho2-ds[mpi]'",
+)
+def test_dedicated_with_mpirun(tmp_path: Path) -> None:
+    check_dedicated(launch(mpirun("train_dedicated.py", *dedicated_arguments(tmp_path), ranks=3), tmp_path))
+
+
+@pytest.mark.slow
+def test_dedicated_on_fsdp2(tmp_path: Path) -> None:
+    arguments = ["--steps", "6", "--num-eigenvectors", "2", "--curvature-ranks", "1", "--swaps", "2:3", "4:6"]
+    check_dedicated(launch(torchrun("train_fsdp2.py", *arguments, ranks=3), tmp_path))
 
 
 @pytest.mark.slow
@@ -128,7 +184,7 @@ def test_hsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOST_CONFIGS)
+@pytest.mark.parametrize("name", [name for name in HOST_CONFIGS if "dedicated" not in name])
 def test_gpt_with_every_config(name: str, tmp_path: Path) -> None:
     check_report(launch(torchrun("char_gpt.py", *example_arguments(name, tmp_path)), tmp_path))
 
@@ -172,6 +228,61 @@ def test_step_cost(tmp_path: Path) -> None:
     (soap,) = json.loads(record.read_text())["soap_rows"]
     assert "SOAP / AdamW" in output and soap["soap_s"] > 0
     assert all(0 < found["bytes_sent"] <= 2 * 4 * soap["n"] for found in soap["ranks"].values())
+
+
+def pipeline(part: str, folder: Path) -> dict[str, Any]:
+    """One part of the pipeline benchmark, in small; what it wrote."""
+    script = EXAMPLES / "benchmarks" / "pipeline.py"
+    launch([sys.executable, str(script), part, "--quick", "--output", str(folder)], folder, timeout=280)
+    assert (folder / f"{part}.md").read_text().strip()
+    if part != "memory":
+        assert (folder / f"{part}.png").read_bytes().startswith(b"\x89PNG")
+    found: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_steps(tmp_path: Path) -> None:
+    record = pipeline("steps", tmp_path)
+    assert {row["mode"] for row in record["rows"]} == {"none", "busy", "inline", "spread", "dedicated"}
+    kinds = record["summary"]["kinds"]
+    assert kinds["dedicated, refresh under way"]["steps"] > 0
+    assert kinds["inline, the step with the refresh"]["own over plain"]["median"] > 5  # 16 products of 2 gradients
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_target(tmp_path: Path) -> None:
+    record = pipeline("target", tmp_path)
+    for name, runs in record["runs"].items():
+        assert [run["points"][-1]["step"] for run in runs] == [60], name
+    assert record["runs"]["DHO2 dedicated"][0]["stats"]["connected"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_memory(tmp_path: Path) -> None:
+    """Twice the ranks, half the bytes: of everything that is ours and n-sized."""
+    one, two = pipeline("memory", tmp_path)["rows"]
+    for rank in [*one["training_ranks"], *two["training_ranks"]]:
+        rank["receive"] /= rank["pairs"]
+    for key in ("base", "basis", "snapshot", "receive"):
+        whole = one["training_ranks"][0][key]
+        assert all(0.49 * whole < rank[key] < 0.51 * whole for rank in two["training_ranks"]), key
+    assert 0 < one["curvature_ranks"][0]["bytes received"] == two["curvature_ranks"][0]["bytes received"]
+    assert all(row["curvature_ranks"][0]["bytes old basis"] > 0 for row in (one, two))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pipeline_timeline(tmp_path: Path) -> None:
+    """Products of a job lie between the snapshot's step and the swap's, on the clock that both processes share."""
+    record = pipeline("timeline", tmp_path)
+    born, swapped = record["swaps"][0]
+    job = record["jobs"][0]
+    assert record["steps"][born - 1][1] < job["products"][0] < job["products"][-1] < record["steps"][swapped - 1][1]
+    assert [what for what, number, *_ in record["transfers"] if number == 1] == ["send", "receive"]
 
 
 @pytest.mark.slow

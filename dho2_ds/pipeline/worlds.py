@@ -177,6 +177,7 @@ def _find_launcher() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
     if any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")):
+        ours = "mpi4py.MPI" not in sys.modules
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -184,11 +185,18 @@ def _find_launcher() -> None:
         world = MPI.COMM_WORLD
         host, port = world.bcast(_meeting_point(), root=0)
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
+        # Open MPI numbers the processes of a machine in another order than the world; DeepSpeed compares with it.
+        local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or str(local.Get_rank())
         os.environ.update(
-            RANK=str(world.Get_rank()), WORLD_SIZE=str(world.Get_size()), LOCAL_RANK=str(local.Get_rank()),
+            RANK=str(world.Get_rank()), WORLD_SIZE=str(world.Get_size()), LOCAL_RANK=local_rank,
             LOCAL_WORLD_SIZE=str(local.Get_size()), LOCAL_SIZE=str(local.Get_size()),
             MASTER_ADDR=host, MASTER_PORT=str(port),
         )  # fmt: skip
+        if ours:
+            # Its work is done. Left to the end, it would wait for all processes: one that fails would hang the others,
+            # and mpirun takes a process that ends without it, as a curvature rank does, for a failed one.
+            local.Free()
+            MPI.Finalize()
         return
     host, port = _meeting_point()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port))
