@@ -39,7 +39,7 @@ def links() -> Iterator[tuple[Link, Link]]:
 
 def _link(sock: socket.socket) -> Link:
     link = Link.__new__(Link)
-    link._socket, link.peer, link.until = sock, "peer", None
+    link._socket, link.peer, link.until, link.pace = sock, "peer", None, 0.0
     sock.settimeout(2.0)
     return link
 

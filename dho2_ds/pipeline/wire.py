@@ -23,6 +23,7 @@ Intervals = list[tuple[int, int]]
 MAX_HEADER = 256 << 20  # bytes of JSON of an admitted peer: layouts of very many parameters
 _LENGTH = struct.Struct("!I")
 _SLICE = 4 << 20  # bytes: the timeout is for progress, not for the whole message
+_SMALL_SLICE = 128 << 10  # bytes: some 0.1 ms of a core
 
 
 T = TypeVar("T", bound="HasFileno")
@@ -36,6 +37,7 @@ class Link:
     """One connection, blocking, with a timeout for progress.
 
     Attributes:
+        pace: seconds of rest per second of a core's time, for a thread that has to share training's only core.
         until: ``time.monotonic()`` after which a message that is still coming or going counts as lost; None: never.
 
     Args:
@@ -46,6 +48,7 @@ class Link:
     def __init__(self, sock: socket.socket, timeout: float, peer: str) -> None:
         self._socket, self.peer = sock, peer
         self.until: float | None = None
+        self.pace = 0.0
         sock.settimeout(timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a peer whose machine is gone sends no end
@@ -123,11 +126,21 @@ class Link:
         """Fill a contiguous CPU tensor."""
         self._receive(_bytes(tensor))
 
+    @property
+    def _slice(self) -> int:
+        return _SLICE if not self.pace else _SMALL_SLICE
+
+    def _rest(self, began: float) -> None:
+        if self.pace:
+            time.sleep(self.pace * (time.thread_time() - began))
+
     def _send(self, view: memoryview) -> None:
         try:
-            for start in range(0, len(view), _SLICE):
+            for start in range(0, len(view), self._slice):
                 self._in_time()
-                self._socket.sendall(view[start : start + _SLICE])
+                began = time.thread_time()
+                self._socket.sendall(view[start : start + self._slice])
+                self._rest(began)
         except OSError as error:
             raise LinkError(f"{self.peer}: {error or type(error).__name__}") from error
 
@@ -139,13 +152,16 @@ class Link:
         got = 0
         while got < len(view):
             self._in_time()
+            began = time.thread_time()
             try:
-                count = self._socket.recv_into(view[got : got + _SLICE])
+                count = self._socket.recv_into(view[got : got + self._slice])
             except OSError as error:
                 raise LinkError(f"{self.peer}: {error or type(error).__name__}") from error
             if not count:
                 raise LinkError(f"{self.peer}: it closed the connection")
             got += count
+            if len(view) > _SMALL_SLICE:
+                self._rest(began)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
