@@ -52,7 +52,7 @@ def check(found: dict[str, Any]) -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "soap": {"base": "soap", "soap": {"precondition_frequency": 2}},
     "sgd": {"base": "sgd", "lr": 0.05},
-    "fosi": {"rule": "fosi", "base": "sgd", "lr": 0.05},
+    "fosi": {"rule": "fosi"},
 }
 WIDE = {
     (3, 1): ["ddp", "zero3"],  # FSDP needs two ranks a side here: on one, the job of these tests is not wrapped
@@ -205,3 +205,115 @@ def test_a_result_that_reaches_one_rank_only_is_used_by_none() -> None:
     (first, weights), (second, others), code = run_ranks(3, half_delivered, timeout=120, init=False)
     assert code == 0 and first == second and torch.equal(weights, others)
     assert first[-1][1] == 1 and all(lost == 1 for refreshes, lost, _, _ in first if refreshes)
+
+
+def swaps_by_themselves(kind: str, rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """No replay: readiness rides along in the steps' own sums, where there are any. Until the third swap."""
+    run = make(kind, rank, world, settings)
+    optimizer = optimizer_of(run)
+    while len(optimizer.curvature_stats().get("swaps", [])) < 3:
+        run.step()
+        time.sleep(0.005)
+    stats = optimizer.curvature_stats()
+    end_training(optimizer)
+    return {"swaps": stats["swaps"], "lost": stats["lost"], "weights": run.weights()}
+
+
+def check_alike(results: list[Any]) -> None:
+    """All training ranks have swapped at the same steps and have the same weights."""
+    for first, *others in zip(*results, strict=True):
+        assert len(first["swaps"]) == 3 and first["lost"] == 0
+        for other in others:
+            assert other["swaps"] == first["swaps"] and torch.equal(other["weights"], first["weights"])
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_swap_at_the_same_step() -> None:
+    """Adaptive (one sum per step), FOSI (two), and steps without a correction (none)."""
+    plain = {"newton_lr": 0.0, "max_lr_scale": 1.0}
+    cases = [("ddp", {**changed(SETTINGS, warmup_steps=2, interval=3), **v}) for v in ({}, VARIANTS["fosi"], plain)]
+    check_alike(run_both(2, 1, swaps_by_themselves, cases, timeout=150))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_replicas_swap_at_the_same_step() -> None:
+    """HSDP: a step's sum is over one replica's shards only, so readiness takes a sum of its own."""
+    settings = changed(SETTINGS, warmup_steps=2, interval=3)
+    cases = [("hsdp", settings), ("tp", settings), ("fsdp2", {**settings, **VARIANTS["soap"]})]
+    check_alike(run_both(4, 2, swaps_by_themselves, cases, timeout=350))
+
+
+def interrupted(kind: str, rank: int, world: int, settings: dict[str, Any]) -> Any:
+    """With a job under way: the model is attached anew, a checkpoint is loaded, a refresh is made at once."""
+    run = make(kind, rank, world, settings)
+    optimizer = run.optimizer
+
+    def until(reached: Any, limit: int = 5000) -> None:
+        for _ in range(limit):
+            run.step()
+            if reached(optimizer.curvature_stats()):
+                return
+            time.sleep(0.005)
+        raise AssertionError(optimizer.curvature_stats())
+
+    def act(what: str) -> None:
+        if what == "attach":
+            dho2_ds.attach(run.module, optimizer)
+        elif what == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            assert optimizer.refresh().accepted
+
+    for what in ("attach", "load", "refresh"):
+        run.step()
+        optimizer._refresher._wanted = True
+        until(lambda stats: stats["in_flight"])
+        act(what)
+        assert not optimizer.curvature_stats()["in_flight"]
+        before = len(optimizer.curvature_stats()["swaps"])
+        optimizer._refresher._wanted = True
+        until(lambda stats, before=before: len(stats["swaps"]) > before)
+    stats = optimizer.curvature_stats()
+    end_training(optimizer)
+    return {"swaps": stats["swaps"][:3], "lost": stats["lost"], "weights": run.weights()}
+
+
+@pytest.mark.timeout(200)
+def test_what_training_does_with_a_job_under_way() -> None:
+    """It is given up on all ranks, its result is never used, and the next one is."""
+    results = run_both(2, 1, interrupted, [("ddp", changed(SETTINGS, warmup_steps=2, interval=100))], timeout=150)
+    check_alike(results)
+
+
+def half_spoiled(rank: int, world: int) -> Any:
+    """Two training ranks; in the first result the second one's part is not finite."""
+    role = dho2_ds.init_distributed(curvature_ranks=1, backend="gloo")
+    settings = changed(SETTINGS, warmup_steps=2)
+    if role == "curvature":
+        calls = iter(range(10**6))
+        send = Link.send_parts
+
+        def spoil_once(self: Link, rows: torch.Tensor, intervals: Intervals) -> None:
+            if next(calls) == 1:
+                rows = rows.clone()
+                rows[0, intervals[-1][0]] = float("nan")
+                time.sleep(0.1)  # the first rank has its part long before
+            send(self, rows, intervals)
+
+        with mock.patch.object(Link, "send_parts", spoil_once), leaving() as left:
+            make("ddp", 0, 1, settings)
+        return left[0]
+    run = make("ddp", rank, 2, settings)
+    while run.optimizer.curvature_stats()["refreshes"] < 2:
+        run.step()
+        time.sleep(0.005)
+    stats = run.optimizer.curvature_stats()
+    end_training(run.optimizer)
+    return [stats[key] for key in ("refreshes", "rejected", "lost", "swaps", "eigenvalues")]
+
+
+@pytest.mark.timeout(150)
+def test_a_result_that_is_bad_on_one_rank_is_rejected_by_all() -> None:
+    first, second, code = run_ranks(3, half_spoiled, timeout=120, init=False)
+    assert code == 0 and first == second and first[:3] == [2, 1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from torch import Tensor
 from dho2_ds import ConfigError, DHO2Config
 from dho2_ds.config import parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.pipeline import supervisor
 from dho2_ds.pipeline.batches import announce, decode, encode, receive_tensors
+from dho2_ds.pipeline.door import split_address
 from dho2_ds.pipeline.plan import covers, intervals_from_json, layout_from_json, layout_to_json, routes
+from dho2_ds.pipeline.session import BadResult, Job, Session
 from dho2_ds.pipeline.wire import Link, LinkError, dtype_named
 from dho2_ds.sharding.layout import Layout, flat_slices, parameter_chunks, replicated
 
@@ -198,3 +202,88 @@ def test_a_supervised_process_is_started_again(tmp_path: Path) -> None:
 def test_a_refused_process_is_not_started_again(tmp_path: Path) -> None:
     code, text = run_supervised(tmp_path, "print('once'); sys.exit(supervisor.REFUSED)")
     assert code == 0 and text.count("once") == 1
+
+
+def test_a_supervisor_passes_signals_on_and_stops(tmp_path: Path) -> None:
+    """SIGUSR1 is the script's business; after SIGTERM there is no other start, whatever the code."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, sys, time
+            sys.path.insert(0, {str(Path(supervisor.__file__).parent)!r})
+            import supervisor
+            supervisor.supervise()
+            signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            print("started", flush=True)
+            while True:
+                time.sleep(0.01)
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "usr1\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "" and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "address,found",
+    [("10.0.0.1:5", ("10.0.0.1", 5)), ("node1", ("node1", 0)), ("[::1]:7", ("::1", 7)), ("::1", ("::1", 0))],
+)
+def test_addresses(address: str, found: tuple[str, int]) -> None:
+    assert split_address(address) == found
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:5", ":5", "a:b", "a:70000", "[::]:5"])
+def test_addresses_at_which_nobody_is(address: str) -> None:
+    with pytest.raises(ConfigError, match="address="):
+        split_address(address)
+
+
+REPORT = {
+    "accepted": True, "reason": "", "eigenvalues": [2.0, -1.0], "residuals": [0.1, 0.1], "next_eigenvalue": 0.5,
+    "hvps": 3, "seconds": 0.1, "self_check": float("nan"), "tau": 0.1, "transient_bytes": 1,
+}  # fmt: skip
+RESULT: dict[str, Any] = {"kept": 2, "dtype": "float32", "born": 7, "saved": [0.1, 1.0, 2.0], "report": REPORT}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kept": 3}, {"dtype": "complex64"}, {"dtype": "nonsense"}, {"born": 8}, {"saved": 3}, {"saved": [1.0]},
+        {"report": {**REPORT, "eigenvalues": []}}, {"report": {**REPORT, "eigenvalues": [1.0, 2.0]}},
+        {"report": {**REPORT, "eigenvalues": [float("inf"), 1.0]}}, {"report": {**REPORT, "eigenvalues": ["2", 1.0]}},
+        {"report": {**REPORT, "eigenvalues": [3.0, 2.0, 1.0], "residuals": [0.1] * 3}, "kept": 3},
+        {"report": {**REPORT, "next_eigenvalue": -1.0}}, {"report": {**REPORT, "accepted": "yes"}}, {"report": {}},
+        {"report": {**REPORT, "residuals": []}}, {"report": {**REPORT, "eigenvalues": [1.0, 0.0]}},
+    ],
+)  # fmt: skip
+def test_a_malformed_result_never_reaches_training(links: tuple[Link, Link], change: dict[str, Any]) -> None:
+    session = Session(1, 1, {"weights": flat_slices({"a": 3}, 1)[0]})
+    session.plan(0, {"send": {}, "receive": [[0, 3]]})
+    job = Job(1, {"order": {"born": 7}}, [], lambda: None, None, rows=2)
+    links[0].send_parts(torch.ones(2, 3), [(0, 3)])
+    assert session.take(0, links[1], job, RESULT)
+    session.verify(job)
+    with pytest.raises(LinkError):
+        session.take(0, links[1], job, {**RESULT, **change})
+
+
+def test_what_is_not_finite_or_differs_is_bad() -> None:
+    session = Session(1, 2, {"weights": flat_slices({"a": 3}, 1)[0]})
+    job = Job(1, {"order": {"born": 7}}, [], lambda: None, None, rows=2)
+    one, other = Refresh(**REPORT), Refresh(**{**REPORT, "next_eigenvalue": 0.4})
+    job.results = {0: {"report": one}, 1: {"report": one}}
+    job.vectors = torch.ones(2, 3)
+    session.verify(job)
+    job.results[1] = {"report": other}
+    with pytest.raises(BadResult, match="different"):
+        session.verify(job)
+    job.vectors[1, 2] = float("nan")
+    with pytest.raises(BadResult, match="not finite"):
+        session.verify(job)
