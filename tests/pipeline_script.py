@@ -20,9 +20,21 @@ if __name__ == "__main__":
     )
     x = torch.randn(64, 8)
     y = x[:, :1].sin()
-    settings = {"mode": "dedicated", "ranks": curvature, "timeout": 20, "warmup_steps": 5, "interval": 10}
+    settings = {
+        "mode": "dedicated",
+        "ranks": curvature,
+        "timeout": 2 if "hang" in sys.argv else 20,
+        "warmup_steps": 5,
+        "interval": 10,
+    }
     optimizer = dho2_ds.DHO2(model.parameters(), lr=3e-3, num_eigenvectors=4, curvature=settings)
-    dho2_ds.attach(model, optimizer, loss_fn=lambda m, b: (m(b[0]) - b[1]).square().mean(), data=[(x, y)])
+
+    def loss_fn(called: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if role == "curvature" and "hang" in sys.argv:
+            time.sleep(1e6)
+        return (called(batch[0]) - batch[1]).square().mean()
+
+    dho2_ds.attach(model, optimizer, loss_fn=loss_fn, data=[(x, y)])
     for step in range(steps):
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
@@ -34,3 +46,5 @@ if __name__ == "__main__":
         if "raise" in sys.argv and stats["refreshes"]:
             raise RuntimeError("training fails")
     print("training is over", flush=True)
+    if "leave" in sys.argv:
+        os._exit(0)

@@ -50,7 +50,10 @@ def optimizer_of(run: Any) -> Any:
 
 def end_training(optimizer: Any) -> None:
     """What happens when a training process ends."""
-    optimizer._refresher.dedicated._bridge.close()
+    bridge = optimizer._refresher.dedicated._bridge
+    bridge.close()
+    if bridge._rank == 0 and worlds.launch_store() is not None:  # where the next case of these processes will be
+        worlds.launch_store().delete_key("door")
 
 
 @contextlib.contextmanager

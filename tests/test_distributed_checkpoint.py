@@ -356,6 +356,7 @@ def killed_worker(rank: int, world: int, folder: str) -> None:
     save(run, Path(folder, "broken"), StateDictOptions())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_killed_while_saving(tmp_path: Path) -> None:
     """The checkpoint before stays loadable, and the broken one is not mistaken for a whole one."""

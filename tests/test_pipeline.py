@@ -64,7 +64,7 @@ WORLDS = {(2, 1): ["ddp", "zero2", "zero3"], (1, 2): ["zero1", "zero3"], (2, 2):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("training,curvature", WORLDS)
+@pytest.mark.parametrize("training,curvature", [(2, 1), (2, 2), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_every_engine(training: int, curvature: int) -> None:
     kinds = WORLDS[training, curvature]
     for results in run_both(training, curvature, compare, [(kind, REPLAY) for kind in kinds], timeout=250):
@@ -317,3 +317,12 @@ def half_spoiled(rank: int, world: int) -> Any:
 def test_a_result_that_is_bad_on_one_rank_is_rejected_by_all() -> None:
     first, second, code = run_ranks(3, half_spoiled, timeout=120, init=False)
     assert code == 0 and first == second and first[:3] == [2, 1, 0]
+
+
+def test_a_second_dedicated_optimizer_is_refused() -> None:
+    settings = changed(SETTINGS, ranks=0)
+    first = make("single", 0, 1, settings)
+    with pytest.raises(dho2_ds.ConfigError, match="must be used by one optimizer of a process"):
+        make("single", 0, 1, settings)
+    end_training(first.optimizer)
+    end_training(make("single", 0, 1, settings).optimizer)

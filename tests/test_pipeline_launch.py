@@ -93,3 +93,14 @@ def test_all_end_when_training_raises() -> None:
     with launched(3, "1", "1000000", "0.01", "raise") as launch:
         launch.process.wait(150)
         assert launch.process.returncode == 1 and "training fails" in launch.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["leave", "hang"])
+def test_all_end_when_training_leaves_or_curvature_hangs(how: str) -> None:
+    """Training that ends by ``os._exit``, without a word; a loss that never returns on the curvature rank."""
+    with launched(2, "1", "400", "0.02", how) as launch:
+        launch.wait_for("connected")
+        launch.process.wait(150)
+        assert launch.process.returncode == 0 and "training is over" in launch.text

@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,7 +59,10 @@ def test_tensors_cross_bit_for_bit(links: tuple[Link, Link], dtype: torch.dtype)
 
 
 def test_a_batch_crosses_as_it_is(links: tuple[Link, Link]) -> None:
-    batch = [[torch.arange(6).view(2, 3), None, True], {"mask": torch.ones(2, dtype=torch.bool), "names": ("a", 1.5)}]
+    batch: Any = [
+        [torch.ones(2, 3, requires_grad=True), None, True],
+        {"mask": torch.ones(2, dtype=torch.bool), "names": ("a", 1.5)},
+    ]
     tensors: list[Tensor] = []
     form = encode(batch, tensors)
     links[0].send({"batch": form, "tensors": announce(tensors)})
@@ -66,11 +70,16 @@ def test_a_batch_crosses_as_it_is(links: tuple[Link, Link]) -> None:
         links[0].send_tensor(tensor)
     message = links[1].receive()
     got: Any = decode(message["batch"], receive_tensors(links[1], message["tensors"]), torch.device("cpu"))
-    assert torch.equal(got[0][0], batch[0][0]) and got[0][1:] == [None, True]
+    assert torch.equal(got[0][0], batch[0][0]) and got[0][0].requires_grad and got[0][1:] == [None, True]
     assert torch.equal(got[1]["mask"], batch[1]["mask"]) and got[1]["names"] == ("a", 1.5)
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, [lambda: 0], torch.ones(2).to_sparse()])
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, [lambda: 0], torch.ones(2).to_sparse(), Pair(1, 2), UserDict(a=1)])
 def test_nothing_is_pickled(value: Any) -> None:
     with pytest.raises(TypeError):
         encode([value], [])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +24,24 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         if value.layout != torch.strided or value.is_quantized:
             raise TypeError(f"a tensor of layout {value.layout}")
         tensors.append(value.detach())
-        return {"tensor": len(tensors) - 1, "on_cpu": value.device.type == "cpu"}
+        return {
+            "tensor": len(tensors) - 1,
+            "on_cpu": value.device.type == "cpu",
+            "requires_grad": value.requires_grad,
+        }
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Mapping):  # a tokenizer's output among them
+    if type(value) in (dict, OrderedDict, defaultdict):  # others may have attributes that a model uses
         if not all(isinstance(key, str) for key in value):
             raise TypeError("a dictionary with keys that are not text")
         return {"dict": {key: encode(item, tensors) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(item, tensors) for item in value]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [encode(item, tensors) for item in value]}
     raise TypeError(f"a {type(value).__name__}")
 
 
 def decode(form: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """The reverse of :func:`encode`. A mapping comes back as a ``dict``, a named tuple as a tuple.
+    """The reverse of :func:`encode`; every dictionary comes back as a ``dict``.
 
     Args:
         device: where tensors go that were on an accelerator.
@@ -53,7 +57,8 @@ def decode(form: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
         index = form["tensor"]
         if not isinstance(index, int) or not 0 <= index < len(tensors):
             raise LinkError(f"a batch refers to tensor {index!r} of {len(tensors)}")
-        return tensors[index] if form.get("on_cpu") else tensors[index].to(device)
+        found = tensors[index] if form.get("on_cpu") else tensors[index].to(device)
+        return found.requires_grad_(bool(form.get("requires_grad")))
     if "dict" in form:
         return {str(key): decode(item, tensors, device) for key, item in form["dict"].items()}
     for kind, make in (("tuple", tuple), ("list", list)):

@@ -46,7 +46,8 @@ class Bridge:
         doors: gives the addresses of all training ranks' doors, or None while they are not known.
 
     Attributes:
-        address: of this rank's door. timings: ``(what, job, begin, end)`` in ``time.monotonic()`` seconds, latest last.
+        address: of this rank's door. closed: whether training has ended.
+        timings: ``(what, job, begin, end)`` in ``time.monotonic()`` seconds, latest last.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Bridge:
         self._new = False  # the job has not been sent yet
         self._state, self._reason = State.IDLE, ""
         self._settled = threading.Event()
-        self._closed = False
+        self.closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.timings: list[tuple[str, int, float, float]] = []
         self._door = Door(host, port, token, self._admit, timeout)
@@ -141,8 +142,8 @@ class Bridge:
 
     def close(self) -> None:
         """Training has ended: tell the curvature ranks, and listen no more. May be called twice."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._door.close()
             with self._lock:
                 session, self._session = self._session, None
@@ -177,7 +178,7 @@ class Bridge:
                     raise Refused("other curvature ranks are connected", retry=True)
                 self._ended.append(session)
                 session = None
-            if self._closed or layouts is not self._layouts:
+            if self.closed or layouts is not self._layouts:
                 raise Refused("the training side is changing", retry=True)
             if session is None:
                 session = self._session = Session(number, size, layouts)
@@ -201,7 +202,7 @@ class Bridge:
             pass  # it will wake anyway
 
     def _run(self) -> None:
-        while not self._closed:
+        while not self.closed:
             session = self._session
             try:
                 self._turn(session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dho2_ds.pipeline.bridge import Bridge
 from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host, split_address, write_run_file
 
 _ended = False  # the training side has said so
+_present: weakref.ref[Bridge] | None = None  # this process' bridge
 
 
 class TrainingGone(ConnectionError):
@@ -32,6 +34,13 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
     Raises:
         ConfigError: curvature ranks were asked for and :func:`init_distributed` was not called.
     """
+    global _present
+    before = _present() if _present is not None else None
+    if before is not None and not before.closed:
+        raise ConfigError(
+            "curvature.mode='dedicated': must be used by one optimizer of a process; use mode='inline' or 'spread' for "
+            "the others"
+        )
     store = worlds.launch_store()
     if settings.ranks and store is None:
         raise ConfigError(
@@ -55,16 +64,18 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
         if other["problem"]:
             raise ConfigError(f"curvature.address={settings.address!r}: {other['problem']}; choose another")
     assert bridge is not None
+    _present = weakref.ref(bridge)
     doors += [str(other["at"]) for other in told]
     if rank == 0:
         try:
-            path = str(write_run_file(bridge.address, shared))
+            run_file = write_run_file(bridge.address, shared)
+            atexit.register(run_file.unlink, missing_ok=True)
+            path = str(run_file)
         except OSError as error:  # who wants to join from outside needs it, nobody else
             path = f"not written: {error}"
         logger.info("curvature ranks may join at %s; run file with the token: %s", bridge.address, path)
         if store is not None:
             store.set("door", bridge.address)
-            atexit.register(_say_ended, store)
     return bridge
 
 
@@ -86,14 +97,6 @@ def _open(settings: CurvatureConfig, rank: int, world: int, shared: str, doors: 
         return at(host, 0)
     except OSError:
         return at(own, 0)
-
-
-def _say_ended(store: Any) -> None:
-    """For curvature ranks that have not come yet: ``torchrun``'s store outlives training, and so cannot tell."""
-    try:
-        store.set("ended", "yes")
-    except (RuntimeError, dist.DistError):
-        pass  # the launcher has closed it: that tells too
 
 
 # -- the curvature side -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ CHANNEL = "DHO2_SUPERVISED"
 """In a supervised child: the descriptor of its end of the channel, and how many children there were before."""
 
 OFF = "DHO2_SUPERVISE"
-"""Set to ``0``: no supervision; a curvature rank that dies ends the launch."""
+"""Set to ``0``: no supervision; a curvature rank that is killed ends the launch, one that fails is gone for good."""
 
 REFUSED = 3
 """Exit code of a child that would not fare better another time."""
@@ -49,7 +49,9 @@ def supervise() -> None:
     if by_launcher and os.environ.get(OFF) != "0" and os.name == "posix":
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os.execv(sys.executable, [sys.executable, __file__, *sys.orig_argv])
+        script = getattr(sys.modules["__main__"], "__file__", None)  # absolute: the folder may have been changed
+        command = [script if script and word == sys.argv[0] else word for word in sys.orig_argv]
+        os.execv(sys.executable, [sys.executable, __file__, *command])
 
 
 def remember(environment: dict[str, str]) -> None:

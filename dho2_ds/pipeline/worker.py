@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -32,7 +33,7 @@ from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_
 from dho2_ds.sharding.layout import Layout
 
 _POLL = 1.0  # seconds between two looks at whether the training job is there
-_REFUSING, _SILENT = 3.0, 60.0
+_REFUSING, _SILENT = 5.0, 60.0
 """Seconds after which a door where nobody listens, or that does not answer, means that training is gone."""
 
 T = TypeVar("T")
@@ -65,7 +66,9 @@ class Worker:
         self._receive: dict[str, list[Intervals]] = {}
         self._send: list[Intervals] = []
         self._joined = False
-        self._silent_since = 0.0
+        self._silent_since, self._problem = 0.0, ""
+        self._working = threading.Event()
+        threading.Thread(target=self._watch, name="dho2 watch", daemon=True).start()
 
     def run(self) -> None:
         """Serve until training has ended; join again when a session is lost.
@@ -81,6 +84,20 @@ class Worker:
                 logger.info("curvature rank %d: the session has ended: %s", self._rank, reason)
             finally:
                 self._leave_session()
+
+    def _watch(self) -> None:
+        """End the process when a job that training has given up hangs in the user's code for ``curvature.timeout``."""
+        unwanted = 0.0
+        while True:
+            time.sleep(_POLL)
+            try:
+                given_up = self._working.is_set() and bool(readable(self._links, 0))
+            except LinkError:
+                given_up = self._working.is_set()
+            unwanted = unwanted + _POLL if given_up else 0.0
+            if unwanted > self._config.curvature.timeout:
+                logger.error("curvature rank %d: the loss does not return; this process ends", self._rank)
+                worlds.leave(1)
 
     def _leave_session(self) -> None:
         """Close the links, so that the training side ends the other curvature ranks' too; listen for a last word."""
@@ -149,11 +166,10 @@ class Worker:
         except meeting.TrainingGone:
             return {"gone": True}
         except OSError as error:
-            # In a launch of training's own, the launcher's store says when training has ended.
             now = time.monotonic()
             self._silent_since = self._silent_since or now
             patience = _REFUSING if isinstance(error, ConnectionRefusedError) else _SILENT
-            gone = meeting.joined_from_outside() and now > self._silent_since + patience
+            gone = now > self._silent_since + patience
             return {"gone": True} if gone else {"wait": f"their door does not answer: {error}"}
 
     @property
@@ -180,8 +196,9 @@ class Worker:
         if not self._host.agreement.agree(not problem):
             for link in links:
                 link.close()
-            if problem:
+            if problem and problem != self._problem:
                 logger.info("curvature rank %d could not join: %s", self._rank, problem)
+            self._problem = problem
             return False
         self._links = links
         return True
@@ -226,6 +243,8 @@ class Worker:
             if self._old is not None and self._old.born != order["in_use"]:
                 self._old = None  # training has rejected it, or goes on from a checkpoint
             losses = self._losses([] if self._own_data else batches)
+            stack.callback(self._working.clear)
+            self._working.set()
             found, report = refresh(
                 self._host,
                 losses,

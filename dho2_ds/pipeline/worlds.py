@@ -7,6 +7,7 @@ whole world of curvature ranks.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -67,7 +68,10 @@ def init_distributed(
 ) -> Role:
     """Initialise torch's default process group; with ``curvature.mode='dedicated'``, of this process's side.
 
-    Call it first, instead of ``deepspeed.init_distributed()`` or ``torch.distributed.init_process_group()``. On return
+    Call it first, instead of ``deepspeed.init_distributed()`` or ``torch.distributed.init_process_group()``: a process
+    that is a curvature rank becomes a supervisor and runs the script from its beginning in a child. The environment is
+    what ``deepspeed`` or ``torchrun`` set, else MPI's (with mpi4py), else one process; with ``DHO2_JOIN`` (see ``dho2
+    join``) all processes of the launch are curvature ranks of the training job at that address. On return
     ``RANK``, ``WORLD_SIZE`` and ``torch.distributed`` speak of this side alone: T training ranks (the launcher's first)
     or C curvature ranks (its last). The script goes on unchanged on both; on a curvature rank :func:`dho2_ds.attach`
     (under DeepSpeed with a model that returns its loss: the first forward) serves until training ends and then ends
@@ -75,7 +79,7 @@ def init_distributed(
 
     Args:
         config: a DeepSpeed configuration, path or dictionary, whose optimizer is DHO2.
-        curvature_ranks: C, where there is no such configuration.
+        curvature_ranks: C, where there is no such configuration; the optimizer's ``curvature.ranks`` must be the same.
         backend: of the default group; default ``nccl`` with CUDA, else ``gloo``.
         timeout: of its collectives; default torch's.
 
@@ -97,6 +101,8 @@ def init_distributed(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     _find_launcher()
     again = supervisor.restarted()
+    if supervisor.supervised():
+        sys.excepthook = _hopeless(sys.excepthook)
     try:
         store, rank, world = next(iter(rendezvous("env://", **({"timeout": _AGAIN} if again else options))))
     except (RuntimeError, dist.DistError):
@@ -115,17 +121,21 @@ def init_distributed(
         )
     training = world - curvature_ranks
     side: Role = "training" if rank < training else "curvature"
-    _world = _World(side, PrefixStore("dho2", store) if curvature_ranks else None)
+    # torchrun's store outlives a restart of all processes: each attempt has keys of its own.
+    launch = PrefixStore(f"dho2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _world = _World(side, launch if curvature_ranks else None)
     if curvature_ranks:
+        if rank == 0:
+            atexit.register(_say_ended, launch)
         _share_token(_world.store, rank, world)
-    mine, size, place = rank, training, "dho2/training"
+    mine, size, place = rank, training, "training"
     if side == "curvature":
         mine, size = rank - training, curvature_ranks
         supervisor.remember({name: os.environ[name] for name in _LAUNCH if name in os.environ})
-        place = f"dho2/curvature/{_generation(_world.store, mine, size)}"
+        place = f"curvature/{_generation(_world.store, mine, size)}"
         if again:
             options["timeout"] = _AGAIN
-    dist.init_process_group(backend, store=PrefixStore(place, store), rank=mine, world_size=size, **options)
+    dist.init_process_group(backend, store=PrefixStore(place, launch), rank=mine, world_size=size, **options)
     os.environ.update(RANK=str(mine), WORLD_SIZE=str(size))
     if side == "curvature":
         _fit_batches(training, config)
@@ -145,6 +155,14 @@ def _ranks_in(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
     return curvature.ranks if wanted else 0
 
 
+def _say_ended(store: Any) -> None:
+    """At the end of training rank 0: ``torchrun``'s store outlives training, and so cannot tell curvature ranks."""
+    try:
+        store.set("ended", "yes")
+    except (RuntimeError, dist.DistError):
+        pass  # the launcher has closed it: that tells too
+
+
 def _generation(store: Any, rank: int, size: int) -> int:
     """Number of starts of all curvature ranks together, agreed on by all: when one fails, all start again, and the
     process group of those that live now is a new one."""
@@ -160,6 +178,17 @@ def _generation(store: Any, rank: int, size: int) -> int:
         if supervisor.restarted() and time.monotonic() > deadline:
             raise RuntimeError("the other curvature ranks did not start again")
         time.sleep(0.1)
+
+
+def _hopeless(hook: Any) -> Any:
+    """In a supervised process: settings that were refused will be refused again."""
+
+    def excepthook(kind: type[BaseException], *rest: Any) -> None:
+        hook(kind, *rest)
+        if issubclass(kind, ConfigError):
+            leave(supervisor.REFUSED)
+
+    return excepthook
 
 
 def _launched_as_curvature_rank(curvature_ranks: int) -> bool:
