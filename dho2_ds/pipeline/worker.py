@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,17 +23,14 @@ from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.monitor import chosen_route, logger
 from dho2_ds.pipeline import meeting, worlds
 from dho2_ds.pipeline.batches import decode, receive_tensors
-from dho2_ds.pipeline.door import Refused, knock
+from dho2_ds.pipeline.door import Refused
+from dho2_ds.pipeline.joining import Joined, Joiner
 from dho2_ds.pipeline.payload import spaces, unpack_root
-from dho2_ds.pipeline.plan import fingerprint, layout_from_json, routes
-from dho2_ds.pipeline.session import WEIGHTS
+from dho2_ds.pipeline.plan import fingerprint
 from dho2_ds.pipeline.supervisor import REFUSED
-from dho2_ds.pipeline.wire import Intervals, Link, LinkError, dtype_name, dtype_named, readable
-from dho2_ds.sharding.layout import Layout
+from dho2_ds.pipeline.wire import Link, LinkError, dtype_name, dtype_named, readable
 
-_POLL = 1.0  # seconds between two looks at whether the training job is there
-_REFUSING, _SILENT = 5.0, 60.0
-"""Seconds after which a door where nobody listens, or that does not answer, means that training is gone."""
+_POLL = 1.0  # seconds between two looks at whether a job is still wanted
 
 T = TypeVar("T")
 
@@ -61,12 +57,12 @@ class Worker:
         several = dist.is_available() and dist.is_initialized()
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._spaces = spaces(host, base)
+        self._joiner = Joiner(
+            host, self._spaces, fingerprint(config, host), rank=self._rank, size=self._size,
+            timeout=config.curvature.timeout,
+        )  # fmt: skip
+        self._session = Joined([], {}, [])
         self._old: Eigenbasis | None = None
-        self._links: list[Link] = []
-        self._receive: dict[str, list[Intervals]] = {}
-        self._send: list[Intervals] = []
-        self._joined = False
-        self._silent_since, self._problem = 0.0, ""
         self._working = threading.Event()
         threading.Thread(target=self._watch, name="dho2 watch", daemon=True).start()
 
@@ -76,7 +72,8 @@ class Worker:
         Raises:
             Refused: the training job does not admit this rank. RuntimeError: it was never found.
         """
-        while self._join():
+        while (joined := self._joiner.join()) is not None:
+            self._session = joined
             try:
                 while True:
                     self._job()
@@ -91,7 +88,7 @@ class Worker:
         while True:
             time.sleep(_POLL)
             try:
-                given_up = self._working.is_set() and bool(readable(self._links, 0))
+                given_up = self._working.is_set() and bool(readable(self._session.links, 0))
             except LinkError:
                 given_up = self._working.is_set()
             unwanted = unwanted + _POLL if given_up else 0.0
@@ -101,7 +98,7 @@ class Worker:
 
     def _leave_session(self) -> None:
         """Close the links, so that the training side ends the other curvature ranks' too; listen for a last word."""
-        for link in self._links:
+        for link in self._session.links:
             try:
                 link.set_timeout(1.0)
                 while readable([link], 0):
@@ -110,7 +107,7 @@ class Worker:
             except (LinkError, OSError):
                 pass  # no last word from this one
             link.close()
-        self._links = []
+        self._session = Joined([], {}, [])
 
     def _together(self, call: Callable[[], T]) -> T:
         """Do something with the links on every curvature rank; if it fails on one, all leave the session. One
@@ -129,97 +126,6 @@ class Worker:
         if not self._host.agreement.agree(not problem):
             raise Abandoned(problem or "another curvature rank's link failed")
         return cast(T, result)
-
-    # -- joining ------------------------------------------------------------------------------------------------
-
-    def _join(self) -> bool:
-        """Open a session with all training ranks; False when training is gone. Collective over the curvature ranks."""
-        deadline = time.monotonic() + self._config.curvature.timeout
-        while True:
-            found = meeting.broadcast(self._look() if self._rank == 0 else {}, self._host.agreement.device)
-            if found.get("gone"):
-                if not self._joined and meeting.joined_from_outside():
-                    raise RuntimeError(f"no training job answers at {meeting.address_to_join()}; check the address")
-                return False
-            if "refused" in found:
-                raise Refused(str(found["refused"]))
-            if "doors" in found and self._connect(found["doors"], int(found["session"])):
-                self._joined = True
-                return True
-            if time.monotonic() > deadline and not self._joined and self._rank == 0:
-                logger.warning("curvature ranks are still waiting for the training ranks: %s", found.get("wait"))
-                deadline = math.inf
-            time.sleep(_POLL if "wait" in found else 0.1)
-
-    def _look(self) -> dict[str, Any]:
-        """What rank 0 finds at the training side's first door."""
-        try:
-            address = meeting.address_to_join()
-            if address is None:
-                return {"wait": "they have not opened their doors"}
-            link, answer = knock(address, meeting.token(), {**self._meta, "asks": True}, 10.0, "training rank 0")
-            link.close()
-            self._silent_since = 0.0
-            return {"doors": answer["doors"], "session": secrets.randbits(52) + 1}
-        except Refused as refusal:
-            return {"wait" if refusal.retry else "refused": str(refusal)}
-        except meeting.TrainingGone:
-            return {"gone": True}
-        except OSError as error:
-            now = time.monotonic()
-            self._silent_since = self._silent_since or now
-            patience = _REFUSING if isinstance(error, ConnectionRefusedError) else _SILENT
-            gone = now > self._silent_since + patience
-            return {"gone": True} if gone else {"wait": f"their door does not answer: {error}"}
-
-    @property
-    def _meta(self) -> dict[str, Any]:
-        from dho2_ds import __version__
-
-        return {"version": __version__, "fingerprint": fingerprint(self._config, self._host)}
-
-    def _connect(self, doors: list[str], session: int) -> bool:
-        links, forms, problem = [], [], ""
-        try:
-            for rank, door in enumerate(doors):
-                meta = {**self._meta, "session": session, "rank": self._rank, "size": self._size}
-                timeout = self._config.curvature.timeout
-                link, answer = knock(door, meeting.token(), meta, timeout, f"training rank {rank}")
-                links.append(link)
-                forms.append(answer["layouts"])
-            self._plan([{space: layout_from_json(f) for space, f in form.items()} for form in forms])
-            for rank, link in enumerate(links):
-                send = {space: there[rank] for space, there in self._ask.items()}
-                link.send({"plan": {"send": send, "receive": self._offer[rank]}})
-        except (OSError, Refused, ValueError) as error:
-            problem = str(error)
-        if not self._host.agreement.agree(not problem):
-            for link in links:
-                link.close()
-            if problem and problem != self._problem:
-                logger.info("curvature rank %d could not join: %s", self._rank, problem)
-            self._problem = problem
-            return False
-        self._links = links
-        return True
-
-    def _plan(self, theirs: list[dict[str, Layout]]) -> None:
-        """Which elements come from and go to which training rank."""
-        self._ask, self._receive = {}, {}
-        for space, layout in self._spaces.items():
-            found = routes([one[space] for one in theirs], [layout])
-            pairs = [found.get((rank, 0), ([], [])) for rank in range(len(theirs))]
-            self._ask[space], self._receive[space] = [there for there, _ in pairs], [here for _, here in pairs]
-        found = routes(self._ours(), [one[WEIGHTS] for one in theirs])
-        pairs = [found.get((self._rank, rank), ([], [])) for rank in range(len(theirs))]
-        self._send, self._offer = [here for here, _ in pairs], [there for _, there in pairs]
-
-    def _ours(self) -> list[Layout]:
-        """The layouts of all curvature ranks, replicas included. One all-reduce."""
-        host = self._host
-        shards = torch.zeros(self._size, dtype=torch.float64, device=host.agreement.device)
-        shards[self._rank] = host.reducer.rank
-        return [host.layouts[int(shard)] for shard in host.agreement.sum_(shards).tolist()]
 
     # -- one job --------------------------------------------------------------------------------------------------
 
@@ -272,7 +178,7 @@ class Worker:
         }
 
         def send() -> None:
-            for link, intervals in zip(self._links, self._send, strict=True):
+            for link, intervals in zip(self._session.links, self._session.send, strict=True):
                 link.send(message)
                 if kept is not None:
                     link.send_parts(kept, intervals)
@@ -288,20 +194,21 @@ class Worker:
 
     def _receive_job(self) -> tuple[list[dict[str, Any]], list[Any], dict[str, Tensor]]:
         """The next order: one message from every training rank, and this rank's share of the vectors."""
-        waiting = list(self._links)
+        links = self._session.links
+        waiting = list(links)
         orders: dict[int, dict[str, Any]] = {}
         batches: dict[int, Any] = {}
         received: dict[str, Tensor] = {}
         while waiting:
             for link in readable(waiting, None):
                 waiting.remove(link)
-                rank = self._links.index(link)
+                rank = links.index(link)
                 orders[rank], batches[rank] = self._hear(link, rank, received)
         if len({order["job"] for order in orders.values()}) != 1:
             raise LinkError("the training ranks ordered different jobs")
-        ordered = [orders[rank] for rank in range(len(self._links))]
+        ordered = [orders[rank] for rank in range(len(links))]
         device = self._base.device
-        return ordered, [batches[rank] for rank in range(len(self._links))], {
+        return ordered, [batches[rank] for rank in range(len(links))], {
             name: part.to(device) for name, part in received.items()
         }  # fmt: skip
 
@@ -317,7 +224,7 @@ class Worker:
             layout = self._spaces[space]
             if name not in received:
                 received[name] = torch.zeros(layout.numel, dtype=dtype_named(dtype))
-            link.receive_parts(received[name], self._receive[space][rank])
+            link.receive_parts(received[name], self._session.receive[space][rank])
         batch = message["batch"]
         if (batch is None) != self._own_data:
             raise Refused("data: must be given to attach on the training ranks and on the curvature ranks alike")
@@ -362,7 +269,7 @@ class Worker:
         """Between two products: go on only if all training ranks still wait. One all-reduce."""
         # A training rank says nothing during a job, except that it gives up.
         try:
-            wanted = not readable(self._links, 0)
+            wanted = not readable(self._session.links, 0)
         except LinkError:
             wanted = False
         if not self._host.agreement.agree(wanted):
