@@ -57,7 +57,7 @@ def compare(rule: str, results: dict[str, Any], kinds: list[str]) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_every_sharding_matches_the_reference(world: int) -> None:
     compare("adaptive-adamw", quick(world), QUICK[world])
 
