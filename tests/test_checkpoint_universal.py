@@ -69,6 +69,15 @@ def load_worker(rank: int, world: int, kinds: list[str], folder: str) -> dict[st
     return found
 
 
+def move_away(folder: Path, kind: str) -> Path:
+    """The converted checkpoint, in a folder without the files that lie beside the original."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("universal", "latest_universal"):
+        shutil.move(folder / kind / name, elsewhere / name)
+    return elsewhere
+
+
 def convert(folder: Path, kinds: list[str]) -> None:
     """All at once; each mostly imports."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -165,10 +174,7 @@ def test_universal_checkpoint_without_its_eigenbasis(kind: str, tmp_path: Path) 
     """Moved away from the folder of the eigenbasis: said so, first-order until the next refresh."""
     run_ranks(2, save_worker, [kind], str(tmp_path), timeout=120)
     convert(tmp_path, [kind])
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("universal", "latest_universal"):
-        shutil.move(tmp_path / kind / name, elsewhere / name)
+    elsewhere = move_away(tmp_path, kind)
     for result in run_ranks(2, moved_worker, kind, str(elsewhere), timeout=120):
         assert any(str(elsewhere / "universal" / "dho2_eigenbasis") in text for text in result["warnings"])
         assert {"exp_avg", "exp_avg_sq"} <= result["entries"] and "eigenvector_0" not in result["entries"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -174,22 +175,31 @@ def test_every_curvature_rank_brings_data_of_its_own() -> None:
     assert torch.allclose(torch.tensor(found, dtype=torch.float64), want, rtol=1e-5), (found, want)
 
 
+def serve_with_a_second_part(
+    settings: dict[str, Any], changed_by: Callable[[torch.Tensor, Intervals], torch.Tensor]
+) -> int:
+    """Curvature rank: the second part that it sends, of the first result to the second training rank, is changed."""
+    calls = iter(range(10**6))
+    send = Link.send_parts
+
+    def sent(self: Link, rows: torch.Tensor, intervals: Intervals) -> None:
+        send(self, changed_by(rows, intervals) if next(calls) == 1 else rows, intervals)
+
+    with mock.patch.object(Link, "send_parts", sent), leaving() as left:
+        make("ddp", 0, 1, settings)
+    return left[0]
+
+
 def half_delivered(rank: int, world: int) -> Any:
     """Two training ranks; the first result reaches only one of them."""
     role = dho2_ds.init_distributed(curvature_ranks=1, backend="gloo")
     settings = changed(SETTINGS, warmup_steps=2)
     if role == "curvature":
-        calls = iter(range(10**6))
-        send = Link.send_parts
 
-        def fail_once(self: Link, rows: torch.Tensor, intervals: Intervals) -> None:
-            if next(calls) == 1:
-                raise LinkError("broken for the test")
-            send(self, rows, intervals)
+        def broken(rows: torch.Tensor, intervals: Intervals) -> torch.Tensor:
+            raise LinkError("broken for the test")
 
-        with mock.patch.object(Link, "send_parts", fail_once), leaving() as left:
-            make("ddp", 0, 1, settings)
-        return left[0]
+        return serve_with_a_second_part(settings, broken)
     run = make("ddp", rank, 2, settings)
     history = []
     while not history or history[-1]["refreshes"] < 2:
@@ -291,19 +301,14 @@ def half_spoiled(rank: int, world: int) -> Any:
     role = dho2_ds.init_distributed(curvature_ranks=1, backend="gloo")
     settings = changed(SETTINGS, warmup_steps=2)
     if role == "curvature":
-        calls = iter(range(10**6))
-        send = Link.send_parts
 
-        def spoil_once(self: Link, rows: torch.Tensor, intervals: Intervals) -> None:
-            if next(calls) == 1:
-                rows = rows.clone()
-                rows[0, intervals[-1][0]] = float("nan")
-                time.sleep(0.1)  # the first rank has its part long before
-            send(self, rows, intervals)
+        def spoiled(rows: torch.Tensor, intervals: Intervals) -> torch.Tensor:
+            rows = rows.clone()
+            rows[0, intervals[-1][0]] = float("nan")
+            time.sleep(0.1)  # the first rank has its part long before
+            return rows
 
-        with mock.patch.object(Link, "send_parts", spoil_once), leaving() as left:
-            make("ddp", 0, 1, settings)
-        return left[0]
+        return serve_with_a_second_part(settings, spoiled)
     run = make("ddp", rank, 2, settings)
     while run.optimizer.curvature_stats()["refreshes"] < 2:
         run.step()

@@ -6,7 +6,6 @@ stay in the folder of the checkpoint that was converted, where a loading engine 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from tests.checkpoints import ONE_REFRESH, resume, warnings_of_package
 from tests.distributed import run_ranks
 from tests.engines import Run
-from tests.test_checkpoint_universal import AT, TOLERANCE, UNIVERSAL, convert
+from tests.test_checkpoint_universal import AT, TOLERANCE, UNIVERSAL, convert, move_away
 from tests.test_soap_checkpoint import merge, state
 
 MORE = 12
@@ -102,10 +101,7 @@ def test_universal_checkpoint_without_its_soap_state_is_refused(kind: str, tmp_p
     """Going on with fresh factors would be another run, so the error says which folder to copy."""
     run_ranks(2, save_worker, [kind], str(tmp_path), timeout=120)
     convert(tmp_path, [kind])
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("universal", "latest_universal"):
-        shutil.move(tmp_path / kind / name, elsewhere / name)
+    elsewhere = move_away(tmp_path, kind)
     messages = run_ranks(2, refused_worker, kind, str(elsewhere), timeout=120)
     assert all("copy the folder dho2_soap" in message or "another rank" in message for message in messages)
     assert any("copy the folder dho2_soap" in message for message in messages)

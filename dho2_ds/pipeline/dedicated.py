@@ -30,6 +30,7 @@ from dho2_ds.pipeline.meeting import open_bridge
 from dho2_ds.pipeline.payload import pack, spaces
 from dho2_ds.pipeline.plan import fingerprint
 from dho2_ds.pipeline.session import Job
+from dho2_ds.pipeline.wire import dtype_name
 
 RETRY = 10
 """Steps from one look for curvature ranks to the next, while a refresh is due and there are none."""
@@ -43,7 +44,6 @@ _PAUSE = 0.05  # seconds between two looks in a replay
 
 @dataclass
 class _Flight:
-    number: int
     born: int
     bytes: int
     total: Tensor | None = None
@@ -157,9 +157,9 @@ class Dedicated:
                 number=self._number,
                 order={
                     "order": {"k": order.k, "budget": order.budget, "growth_guess": order.growth_guess,
-                              "born": order.born, "dtype": str(order.dtype).removeprefix("torch.")},
+                              "born": order.born, "dtype": dtype_name(order.dtype)},
                     "groups": [_plain(group) for group in groups],
-                    "autocast": [[d, str(t).removeprefix("torch.")] for d, t in Autocast().active],
+                    "autocast": [[d, dtype_name(t)] for d, t in Autocast().active],
                     "saved": self.saved,
                     "in_use": in_use,
                     "loss_scale": host.loss_scale,
@@ -171,7 +171,7 @@ class Dedicated:
             )
         )  # fmt: skip
         held = sum(t.numel() * t.element_size() for _, _, t in parts) + order.k * host.layout.numel * item
-        self._flight, self._complained = _Flight(self._number, order.born, held), False
+        self._flight, self._complained = _Flight(order.born, held), False
         return True
 
     def _all_connected(self, host: Host, *, pause: bool) -> bool:
@@ -203,7 +203,7 @@ class Dedicated:
     def before_step(self, host: Host) -> None:
         """Let this rank's state ride along in the step's own sum, if that is over all ranks."""
         if self._flight is not None and host.agreement is host.reducer and not self._replays:
-            host.reducer.passenger = self._flag()
+            host.reducer.passenger = self._flag
 
     def after_step(self, host: Host, base: BaseOptimizer, step: int) -> Outcome | None:
         """At the end of training step ``step``: the outcome to install now, on all ranks alike.
@@ -243,6 +243,7 @@ class Dedicated:
         vectors = vectors.to(base.device)
         return Eigenbasis(vectors, values[: vectors.shape[0]].clone(), report.next_eigenvalue, flight.born), report
 
+    @property
     def _flag(self) -> float:
         assert self._bridge is not None
         return _FLAGS[self._bridge.state]
@@ -252,7 +253,7 @@ class Dedicated:
         host.reducer.passenger, host.reducer.passed = None, None
         if arrived is not None:
             return arrived
-        return host.agreement.sum_(torch.tensor([self._flag()], dtype=torch.float64, device=host.agreement.device))
+        return host.agreement.sum_(torch.tensor([self._flag], dtype=torch.float64, device=host.agreement.device))
 
     @property
     def _replays(self) -> bool:

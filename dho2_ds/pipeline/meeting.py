@@ -47,8 +47,7 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
             f"curvature.ranks={settings.ranks}: must be split off before the process group is made; call "
             "dho2_ds.init_distributed(config) first, or set it to 0 and start curvature ranks with DHO2_JOIN"
         )
-    several = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    rank, world = place()
     device = group_device()
     shared = os.environ.get(TOKEN) or new_token()
     shared = str(broadcast({"token": shared}, device)["token"])
@@ -81,8 +80,7 @@ def open_bridge(settings: CurvatureConfig) -> Bridge:
 
 def _open(settings: CurvatureConfig, rank: int, world: int, shared: str, doors: list[str]) -> Bridge:
     """Listen at the configured address, rank 0 at its port; a rank on another machine listens at its own."""
-    several = dist.is_available() and dist.is_initialized()
-    own = own_host(os.environ.get("MASTER_ADDR") if several else None)
+    own = own_host(os.environ.get("MASTER_ADDR") if grouped() else None)
     host, port = split_address(settings.address) if settings.address else (own, 0)
 
     def at(host: str, port: int) -> Bridge:
@@ -148,22 +146,33 @@ def training_has_ended() -> None:
 # -- small collectives ------------------------------------------------------------------------------------------
 
 
+def grouped() -> bool:
+    """Whether this process is in a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def place() -> tuple[int, int]:
+    """This process's rank in the default group, and the group's size; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if grouped() else (0, 1)
+
+
 def group_device() -> torch.device:
     """Where the default group's tensors live."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+    if grouped() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def broadcast(message: dict[str, Any], device: torch.device, source: int = 0) -> dict[str, Any]:
     """One rank's JSON object, on every rank of the default group. Two broadcasts."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    rank, world = place()
+    if world == 1:
         return message
     content = json.dumps(message).encode()
     size = torch.tensor([len(content)], device=device)
     dist.broadcast(size, source)
     data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == source:
+    if rank == source:
         data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     dist.broadcast(data, source)
     found = json.loads(bytes(data.cpu().tolist()))

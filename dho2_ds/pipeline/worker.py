@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dho2_ds.base import BaseOptimizer
@@ -54,8 +53,7 @@ class Worker:
         self, config: DHO2Config, host: Host, base: BaseOptimizer, batches: Batches, *, own_data: bool
     ) -> None:
         self._config, self._host, self._base, self._batches, self._own_data = config, host, base, batches, own_data
-        several = dist.is_available() and dist.is_initialized()
-        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self._rank, self._size = meeting.place()
         self._spaces = spaces(host, base)
         self._joiner = Joiner(
             host, self._spaces, fingerprint(config, host), rank=self._rank, size=self._size,
@@ -248,14 +246,15 @@ class Worker:
         training = len(batches)
         found: list[tuple[Loss, float]] = []
 
+        def add(losses: Sequence[Loss], share: float) -> None:
+            found.extend((loss, share / len(losses)) for loss in losses)
+
         def collect() -> None:
             if self._own_data:
-                found.extend((loss, 1.0 / self._size) for loss in self._batches(None))
-                found[:] = [(loss, weight / len(found)) for loss, weight in found]
+                add(self._batches(None), 1.0 / self._size)
             for rank, own in enumerate(batches):
                 copies = 1 if self._size <= training else len(range(rank, self._size, training))
-                losses = self._batches(own) if own else []
-                found.extend((loss, 1.0 / (training * len(losses) * copies)) for loss in losses)
+                add(self._batches(own) if own else [], 1.0 / (training * copies))
 
         agreement = self._host.agreement
         agreement.together(collect, "no curvature batch on another rank; see that rank's error")
