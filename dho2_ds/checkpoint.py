@@ -40,9 +40,9 @@ class Record:
     Attributes:
         step: training steps taken. due_since: step at which a waiting refresh fell due, -1 when none waits.
         rule, base: indices, so that a basis of another operator is not taken for ours. kept: eigenvectors in use.
-        next_eigenvalue, born: see :class:`dho2_ds.curvature.eigenbasis.Eigenbasis`. reference_lr: lr_0 of the
-        Newton step. tau, gradient_norm, growth: the finite-difference operator (0: none yet). moving: 1 if ``velocity``
-        holds one. eigenvalues, velocity: ``kept`` numbers each.
+        next_eigenvalue, born: see :class:`dho2_ds.curvature.eigenbasis.Eigenbasis`. reference_lr, auto_scale: of
+        :class:`dho2_ds.eigenspace.Eigenspace`. tau, gradient_norm, growth: the finite-difference operator (0: none
+        yet). moving: 1 if ``velocity`` holds one. eigenvalues, velocity: ``kept`` numbers each.
     """
 
     version: float = 1
@@ -57,6 +57,7 @@ class Record:
     tau: float = 0
     gradient_norm: float = 0
     growth: float = 0
+    auto_scale: float = 0
     moving: float = 0
     refreshes: float = 0
     rejected: float = 0

@@ -53,7 +53,6 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     _refresher: Refresher
     _groups: list[dict[str, Any]]
     _step: int
-    _reference_lr: float
     _momentum: bool
     _relink: bool
     _stateful: bool
@@ -152,11 +151,11 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
                 mine[STEP] = mine[STEP].clone()
         self._stateful = any(len(s) for s in self.state.values())
         self._relink = True
-        self._space.drop()
+        self._space.resume(record)
         self._refresher.resume(record)
         self._step, self._loaded, self._captured = 0, None, None
         if record is not None:
-            self._step, self._reference_lr = int(record.step), record.reference_lr or self._reference_lr
+            self._step = int(record.step)
             self._loaded = (record, rows)
         elif had_curvature:
             logger.warning(
@@ -255,12 +254,21 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     def _record(self) -> Record:
         record = Record.of(self.config.rule, self.config.base)
-        record.step, record.reference_lr = self._step, self._reference_lr
+        record.step = self._step
         self._refresher.describe(record, self._step)
         if self._loaded is None:
             self._space.describe(record)
         else:  # loaded, and not yet linked to a host
-            for key in ("kept", "born", "next_eigenvalue", "moving", "eigenvalues", "velocity"):
+            for key in (
+                "reference_lr",
+                "auto_scale",
+                "kept",
+                "born",
+                "next_eigenvalue",
+                "moving",
+                "eigenvalues",
+                "velocity",
+            ):
                 setattr(record, key, getattr(self._loaded[0], key))
         return record
 

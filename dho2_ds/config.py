@@ -60,10 +60,11 @@ class DHO2Config(Settings):
     Settings survive a round trip by ``model_dump(exclude_unset=True)``.
     """
 
-    lr: NonNegative = setting(
+    lr: NonNegative | Literal["auto"] = setting(
         1e-3,
-        "Learning rate of the base optimizer; a schedule may change it.",
-        "a finite number >= 0",
+        "Learning rate of the base optimizer; a schedule may change it. `auto`: from curvature, starting at 1e-3, with "
+        "the schedule on top.",
+        "a finite number >= 0 or 'auto'",
         "set the rate that you would give the base optimizer",
     )
     base: Base = setting(
@@ -126,6 +127,12 @@ class DHO2Config(Settings):
         "Upper bound of the factor by which curvature may enlarge lr.",
         "a finite number >= 1",
         "use 1 to leave lr as it is",
+    )
+    lr_fraction: Annotated[Finite, Field(gt=0, le=1)] = setting(
+        0.5,
+        'With `"lr": "auto"`: lr as a share of the largest stable one outside the eigenvectors\' span.',
+        "a number in (0, 1]",
+        "use 0.5 if unsure, a smaller one where training is unstable",
     )
     fused: Bool | None = setting(
         None,
@@ -199,6 +206,10 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             f"weight_decay={config.weight_decay!r}: must be 0 with rule='fosi' and base={config.base!r}; "
             "put the decay into the loss or use base='adamw'"
         )
+    if config.lr == "auto":
+        yield from _auto_contradictions(config)
+    elif "lr_fraction" in config.model_fields_set:
+        yield f"lr_fraction={config.lr_fraction!r}: must be left out with lr={config.lr!r}; remove it or use lr='auto'"
     yield from spread_contradictions(config.curvature)
     yield from dedicated_contradictions(config.curvature)
     steps, needed = config.curvature.lanczos_steps, config.num_eigenvectors + LANCZOS_MARGIN
@@ -207,6 +218,19 @@ def _contradictions(config: DHO2Config) -> Iterator[str]:
             f"curvature.lanczos_steps={steps}: must be >= {needed} (num_eigenvectors + {LANCZOS_MARGIN}); "
             "raise it, use null for the default, or lower num_eigenvectors"
         )
+
+
+def _auto_contradictions(config: DHO2Config) -> Iterator[str]:
+    for name, problem in (
+        ("num_eigenvectors", config.num_eigenvectors == 0),
+        ("newton_lr", config.newton_lr == 0),
+        ("rule", config.rule == "fosi"),  # its plain Hessian does not limit a preconditioned step
+    ):
+        if problem:
+            value = quote(getattr(config, name))
+            yield f"lr='auto': must be a number with {name}={value}; set one, or change {name}"
+    if "max_lr_scale" in config.model_fields_set:
+        yield "max_lr_scale: must be left out with lr='auto', which bounds lr by lr_fraction; remove it"
 
 
 def parse_config(values: Mapping[str, Any]) -> DHO2Config:
@@ -258,6 +282,8 @@ def check_group_options(
     try:
         config = parse_config({**given, "base": base, "rule": rule})
         options = {key: getattr(config, key) for key in given}
+        if options.get("lr") == "auto":
+            problems.append("lr='auto': must be a number here; set 'auto' for the whole optimizer")
     except ConfigError as error:
         problems += str(error).splitlines()
     if problems:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from dho2_ds.checkpoint import ROW, Record
 from dho2_ds.config import DHO2Config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.hosts.base import Host
+from dho2_ds.learning_rate import next_scale, stability_limit
 from dho2_ds.monitor import is_main, logger
 from dho2_ds.rules import FosiVelocity
 from dho2_ds.update import AdaptiveUpdate, FosiUpdate
@@ -25,6 +27,7 @@ class Eigenspace:
 
     Attributes:
         basis: the basis in use, a view of ``storage``; None before the first accepted refresh.
+        reference_lr: the largest lr that steps have had so far. interval: steps between refreshes.
         storage: (k, n_local) local rows in ``curvature.eigenvector_dtype``, zero where nothing was found.
         update: the rule, with what it keeps from step to step.
     """
@@ -36,6 +39,9 @@ class Eigenspace:
         self.update: AdaptiveUpdate | FosiUpdate = self._new_update()
         self._expired = False
         self._unverified = False
+        self._auto = 0.0  # the scale of "lr": "auto", 0 before the first refresh
+        self.reference_lr = 0.0
+        self.interval = config.curvature.interval
 
     def _new_update(self) -> AdaptiveUpdate | FosiUpdate:
         config = self._config
@@ -47,9 +53,17 @@ class Eigenspace:
 
     @property
     def lr_scale(self) -> float:
-        """s of the basis; 1 without one."""
+        """s of the basis; 1 without one. With ``"lr": "auto"`` that of the last refresh, whatever became of it."""
         config = self._config
+        if config.lr == "auto":
+            return self._auto or 1.0
         return 1.0 if self.basis is None else self.basis.lr_scale(config.rule, config.base, config.max_lr_scale)
+
+    def scale(self, step: int) -> float:
+        """s at ``step``: as far as the basis is trusted. ``"auto"`` falls with trust, never back to its start."""
+        if self._config.lr == "auto":
+            return self.lr_scale * self.trust(step)
+        return 1.0 + self.trust(step) * (self.lr_scale - 1.0)
 
     def age(self, step: int) -> int | None:
         """Steps since the basis was computed, None without one."""
@@ -62,7 +76,7 @@ class Eigenspace:
         then 2 interval / age: it falls when refreshes fail or the curvature ranks cannot keep up.
         """
         age = self.age(step)
-        return min(1.0, 2 * self._config.curvature.interval / age) if age else 1.0
+        return min(1.0, 2 * self.interval / age) if age else 1.0
 
     def active(self, step: int) -> Eigenbasis | None:
         """The basis to use at ``step``, or None before the first and after ``max_age``."""
@@ -80,13 +94,17 @@ class Eigenspace:
         self._expired = True
         return None
 
-    def install(self, host: Host, found: Eigenbasis) -> None:
-        """Copy a new basis into the persistent rows; carry the rule's velocity over into it."""
+    def install(self, host: Host, found: Eigenbasis, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Copy a new basis into the persistent rows; carry the rule's velocity over into it, and let ``"lr": "auto"``
+        follow it."""
         self.update.rebase(host, self.basis, found)
         storage = self.allocate(host, found.vectors.dtype, found.vectors.device, found.k)
         storage[: found.k].copy_(found.vectors)
         self.basis = Eigenbasis(storage[: found.k], found.eigenvalues, found.next_eigenvalue, found.born)
         self._unverified = False
+        if self._config.lr == "auto":
+            limit = stability_limit(self._config.base, groups)
+            self._auto = next_scale(self._auto, found, limit, self.reference_lr, self._config.lr_fraction)
 
     def allocate(self, host: Host, dtype: torch.dtype, device: torch.device, rows: int = 0) -> Tensor:
         """The storage for bases found in ``dtype``, made of zeros if there is none that fits."""
@@ -102,12 +120,20 @@ class Eigenspace:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
+    def resume(self, record: Record | None) -> None:
+        """Go on from a record, or from nothing; the basis comes later, by :meth:`restore`."""
+        self.drop()
+        self._auto = record.auto_scale if record is not None else 0.0
+        if record is not None:
+            self.reference_lr = record.reference_lr or self.reference_lr
+
     def drop(self) -> None:
         """Forget the basis and what the rule kept for it."""
         self.basis, self.update, self._unverified = None, self._new_update(), False
 
     def describe(self, record: Record) -> None:
         """Fill in the basis' part of a record."""
+        record.reference_lr, record.auto_scale = self.reference_lr, self._auto
         if self.basis is None:
             return
         record.kept, record.born = self.basis.k, self.basis.born

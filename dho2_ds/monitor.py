@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dho2_ds.config import CurvatureConfig, DHO2Config
-from dho2_ds.curvature.refresh import Refresh, default_lanczos_steps
+from dho2_ds.curvature.refresh import Refresh, affordable_interval, default_lanczos_steps
 
 logger = logging.getLogger("dho2_ds")
 if not logger.handlers and not logging.getLogger().handlers:
@@ -57,7 +57,7 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
         f"DHO2 on {host}, {world_size} rank(s): {numel:,} parameters, k={k}, rule {config.rule} on {config.base}; "
         f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes(vectors * 4 * local_numel)} "
         f"during a refresh; HVPs by {route} ({why}); curvature {config.curvature.mode} every "
-        f"{config.curvature.interval} steps from step {max(1, config.curvature.warmup_steps)}"
+        f"{affordable_interval(config.curvature, k, numel)} steps from step {max(1, config.curvature.warmup_steps)}"
     )
 
 

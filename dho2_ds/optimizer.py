@@ -22,6 +22,7 @@ from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host
 from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
+from dho2_ds.learning_rate import START
 from dho2_ds.monitor import chosen_route, is_main, logger, soap_line, summary_line
 from dho2_ds.pipeline.worker import Batches, Worker
 from dho2_ds.pipeline.worlds import role
@@ -43,10 +44,11 @@ class DHO2(CheckpointedOptimizer):
     Args:
         params: parameters or param group dictionaries; groups may override lr, weight_decay, betas, eps, momentum,
             nesterov.
-        lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer.
+        lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer. ``"auto"``: curvature
+            sets it; see :mod:`dho2_ds.learning_rate`.
         **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
-            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``fused`` and the dictionary ``curvature``; see
-            :class:`dho2_ds.DHO2Config` for each.
+            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``lr_fraction``, ``fused`` and the dictionary
+            ``curvature``; see :class:`dho2_ds.DHO2Config` for each.
 
     State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
     ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
@@ -59,11 +61,13 @@ class DHO2(CheckpointedOptimizer):
         ConfigError: naming every setting that is wrong, before training starts.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+    def __init__(self, params: Any, lr: float | str = 1e-3, **settings: Any) -> None:
         config = parse_config({"lr": lr, **settings})
         self.config = config
         extra = _SGD_KEYS if config.base == "sgd" else _ADAM_KEYS
         defaults = {key: getattr(config, key) for key in ("lr", "weight_decay", *extra)}
+        if config.lr == "auto":
+            defaults["lr"] = START
         if isinstance(lr, Tensor):
             defaults["lr"] = lr
         super().__init__(params, defaults)
@@ -83,13 +87,13 @@ class DHO2(CheckpointedOptimizer):
         self._base: BaseOptimizer | None = None
         self._base_state: dict[Any, Any] = defaultdict(dict)
         self._original = [id(p) for p in iter_params(self.param_groups)]
-        self._reference_lr = max(float(g["lr"]) for g in self.param_groups)
         self._momentum = config.base == "sgd" and any(g["momentum"] for g in self.param_groups)
         self._plain: torch.optim.Optimizer | None = None
         self._groups: list[dict[str, Any]] = self.param_groups
         self._step = 0
         self._relink = True
         self._space = Eigenspace(config)
+        self._space.reference_lr = self._largest_lr(self.param_groups)
         self._refresher = Refresher(config, self._space)
         self._captured: Tensor | None = None
         self._lr_scale = 1.0
@@ -174,7 +178,7 @@ class DHO2(CheckpointedOptimizer):
                 f"{host.layout.numel}); pass this rank's columns"
             )
         values = torch.tensor(list(eigenvalues), dtype=torch.float64)
-        self._space.install(host, Eigenbasis(eigenvectors, values, next_eigenvalue, self._step))
+        self._space.install(host, Eigenbasis(eigenvectors, values, next_eigenvalue, self._step), self._groups)
 
     @property
     def route(self) -> str:
@@ -223,6 +227,7 @@ class DHO2(CheckpointedOptimizer):
         if self.config.base == "soap":
             host = self._own(host)
         self._check_k(host.numel)
+        self._refresher.afford(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
         if self._host is not None:
@@ -350,20 +355,24 @@ class DHO2(CheckpointedOptimizer):
             self._announce(host)
         self._space.verify(host)
         basis = self._space.active(self._step)
-        trust = self._space.trust(self._step)
-        self._lr_scale = 1.0 if basis is None else 1.0 + trust * (self._space.lr_scale - 1.0)
+        lr, trust = self._largest_lr(groups), self._space.trust(self._step)
+        self._space.reference_lr = max(self._space.reference_lr, lr)
+        alone = basis is None and self.config.lr != "auto"
+        self._lr_scale = 1.0 if alone else self._space.scale(self._step)
         self._refresher.before_step(host)
         if basis is None:
-            base.step(groups, 1.0)
+            base.step(groups, self._lr_scale)
         else:
             newton = self.config.newton_lr > 0 or self.config.rule == "fosi"
-            rates = Rates(self._largest_lr(groups), self._lr_scale, trust * self._alpha(groups), newton)
+            # The Newton step follows the schedule.
+            alpha = self.config.newton_lr * (lr / self._space.reference_lr if lr else 0.0)
+            rates = Rates(lr, self._lr_scale, trust * alpha, newton)
             captured = self._space.update.step(host, base, groups, basis, rates)
             self._captured = captured if captured is not None else self._captured
         host.publish()
         self._step += 1
         if self.config.num_eigenvectors:
-            arrived = self._refresher.after_step(host, base, self._step)
+            arrived = self._refresher.after_step(host, base, groups, self._step)
             if arrived is not None:
                 tell(host, self.curvature_stats(), arrived)
             self._refresher.advance(self._step, has_source=self._source is not None)
@@ -376,13 +385,6 @@ class DHO2(CheckpointedOptimizer):
 
     def _largest_lr(self, groups: list[dict[str, Any]]) -> float:
         return max(float(group["lr"]) for group in groups)
-
-    def _alpha(self, groups: list[dict[str, Any]]) -> float:
-        """newton_lr times lr_t / lr_0: the Newton step follows the schedule."""
-        lr = self._largest_lr(groups)
-        if self._reference_lr == 0.0:
-            self._reference_lr = lr
-        return self.config.newton_lr * (lr / self._reference_lr if self._reference_lr else 1.0)
 
     # -- refreshing ---------------------------------------------------------------------------------------------
 

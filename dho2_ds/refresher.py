@@ -14,13 +14,15 @@ from dho2_ds.base import BaseOptimizer
 from dho2_ds.checkpoint import Record
 from dho2_ds.config import DHO2Config
 from dho2_ds.curvature.hvp import FiniteDifference
-from dho2_ds.curvature.refresh import Order, Outcome, Refresh, default_lanczos_steps, refresh
+from dho2_ds.curvature.refresh import Order, Outcome, Refresh, affordable_interval, default_lanczos_steps, refresh
 from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.curvature.spread import SpreadRefresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, write_events
 from dho2_ds.pipeline.dedicated import Dedicated
+
+Groups = list[dict[str, Any]]
 
 
 class Source(Protocol):
@@ -44,7 +46,7 @@ class Moment:
 
     host: Host
     base: BaseOptimizer
-    groups: list[dict[str, Any]]
+    groups: Groups
     step: int
     source: Source
 
@@ -67,7 +69,7 @@ class Refresher:
         replay = None if settings.swaps is None else (born for born, _ in settings.swaps)
         # SOAP's first gradient makes its bases and moves no matrix: before the second it has no preconditioner there.
         warmup = max(settings.warmup_steps, 2) if config.base == "soap" else settings.warmup_steps
-        self._schedule = Schedule(warmup, settings.interval, replay)
+        self._schedule = Schedule(warmup, settings.interval, settings.first_interval, replay)
         self.dedicated = Dedicated(config) if settings.mode == "dedicated" else None
         self._wanted = False  # a job for curvature ranks, as soon as there are any that are free
         self._finite_difference: FiniteDifference | None = None
@@ -76,6 +78,11 @@ class Refresher:
         self.totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
         self.last: Refresh | None = None
         self.busy = False
+
+    def afford(self, numel: int) -> None:
+        """Set the interval for a model of this size, by ``curvature.budget``."""
+        interval = affordable_interval(self._config.curvature, self._config.num_eigenvectors, numel)
+        self._schedule.interval = self._space.interval = interval
 
     @property
     def due(self) -> bool:
@@ -120,7 +127,7 @@ class Refresher:
             if outcome is None:
                 self._job = job
             else:
-                self._finish(moment.host, moment.step, outcome)
+                self._finish(moment.host, moment.groups, moment.step, outcome)
 
     def _order(self, moment: Moment, dedicated: Dedicated) -> None:
         """Start the job that is due, if curvature ranks are there and free."""
@@ -145,10 +152,10 @@ class Refresher:
         if self.dedicated is not None:
             self.dedicated.before_step(host)
 
-    def after_step(self, host: Host, base: BaseOptimizer, step: int) -> Refresh | None:
+    def after_step(self, host: Host, base: BaseOptimizer, groups: Groups, step: int) -> Refresh | None:
         """After the ``step``-th training step: install what has come from the curvature ranks. Collective."""
         outcome = self.dedicated.after_step(host, base, step) if self.dedicated is not None else None
-        return None if outcome is None else self._finish(host, step, outcome)
+        return None if outcome is None else self._finish(host, groups, step, outcome)
 
     def refresh(self, moment: Moment) -> Refresh:
         """Recompute the eigenbasis now, at the current weights; a job under way is given up. Collective."""
@@ -170,7 +177,7 @@ class Refresher:
             )
         )
         self._schedule.done()
-        return self._finish(moment.host, moment.step, outcome)
+        return self._finish(moment.host, moment.groups, moment.step, outcome)
 
     def _losses(self, moment: Moment) -> Sequence[Loss]:
         """This rank's losses; raises on every rank if one of them has none. One all-reduce."""
@@ -212,11 +219,11 @@ class Refresher:
         )
         return order, hint, (lambda x: base.root_(groups, x)) if rooted else None
 
-    def _finish(self, host: Host, step: int, outcome: Outcome) -> Refresh:
+    def _finish(self, host: Host, groups: Groups, step: int, outcome: Outcome) -> Refresh:
         found, report = outcome
         age = self._space.age(step)
         if found is not None:
-            self._space.install(host, found)
+            self._space.install(host, found, groups)
         self.totals["refreshes" if report.accepted else "rejected"] += 1
         self.totals["hvps"] += report.hvps
         self.last = report

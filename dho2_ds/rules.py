@@ -3,9 +3,11 @@
 ``adaptive``: FOSI in the coordinates where the base optimizer is plain momentum. With u = P^(1/2) m, c = Q u and
 (Q, lambda) the leading eigenpairs of P^(1/2) H P^(1/2),
 
-    dw = -lr s P^(1/2) u + P^(1/2) Q^T [ (lr s - alpha / |lambda|) c ].
+    dw = -lr s P^(1/2) u + P^(1/2) Q^T [ (lr s - min(alpha / |lambda|, lr s)) c ].
 
-The first term is the base optimizer's own step with its lr multiplied by s; only the second is added here.
+The minimum is a trust region: no kept direction moves further than the base optimizer would take it, which matters
+where |lambda| is small and the loss far from quadratic. The first term is the base optimizer's own step with its lr
+multiplied by s; only the second is added here.
 
 ``fosi``: the paper's rule (arXiv 2302.08484), in the plain coordinates, for any base optimizer.
 
@@ -52,8 +54,8 @@ def project(basis: Eigenbasis, chunks: Iterable[Chunk], dual: Dual, *, roots: in
 
 
 def adaptive_coefficients(basis: Eigenbasis, c: Tensor, *, lr: float, lr_scale: float, alpha: float) -> Tensor:
-    """``(lr s - alpha / |lambda|) c``, (k,) float64 on the device of c."""
-    return c * (lr * lr_scale - alpha / basis.magnitudes().to(c.device))
+    """``(lr s - min(alpha / |lambda|, lr s)) c``, (k,) float64 on the device of c."""
+    return c * (lr * lr_scale - alpha / basis.magnitudes().to(c.device)).clamp_min(0.0)
 
 
 def add_rooted(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:

@@ -127,6 +127,20 @@ class CurvatureConfig(Settings):
         "an integer >= 1",
         "use num_eigenvectors=0 to train without curvature",
     )
+    first_interval: Positive | None = setting(
+        None,
+        "Steps from the first refresh to the second, doubled from each to the next until they are `interval`; null: "
+        "`interval` from the start.",
+        "null or an integer >= 1",
+        "use warmup_steps to follow the fast changes of early training",
+    )
+    budget: Annotated[Finite, Field(gt=0, le=1)] | None = setting(
+        None,
+        "Largest share of a long run's gradients that refreshes may cost, a product counting as two and a step as one: "
+        "`interval` becomes at least 2 lanczos_steps batches / budget.",
+        "null or a number in (0, 1]",
+        "use 0.1 for at most a tenth on top",
+    )
     batches: Positive = setting(
         1,
         "Micro-batches per rank over which the Hessian of a refresh is averaged.",

@@ -75,7 +75,8 @@ def classifier_loss(params: list[Tensor], batch: Any) -> Tensor:
 
 
 def groups(model: Classifier, lr: float, decay: float = 0.05) -> list[dict[str, Any]]:
-    return [{"params": list(model.w), "weight_decay": decay, "lr": lr}, {"params": list(model.b), "weight_decay": 0.0}]
+    own = {} if lr == "auto" else {"lr": lr}
+    return [{"params": list(model.w), "weight_decay": decay, **own}, {"params": list(model.b), "weight_decay": 0.0}]
 
 
 def deepspeed_config(stage: int, variant: str, settings: dict[str, Any], world: int) -> dict[str, Any]:

@@ -29,9 +29,11 @@ class Reference:
         momentum, nesterov: of SGD.
         k: eigenvectors kept; 0 is the plain base optimizer.
         newton_lr: alpha at the initial learning rate.
-        max_lr_scale: upper bound of s.
+        max_lr_scale: upper bound of s. lr_fraction: s is instead what makes lr * s this share of the largest stable
+            learning rate outside the eigenvectors; at most 10 times the s before at the first refresh, 2 times later,
+            at least a quarter of it.
         warmup_steps, interval: a refresh is due after step t = max(1, warmup_steps) and every `interval` steps from
-            there on.
+            there on, or after `first_interval` steps, twice as many, and so on, until it is `interval`.
         clip: largest global norm of the gradient, as DeepSpeed clips it.
 
     Coupled decay (`adam`, `sgd`) is the base optimizer's own: under rule `fosi` it is added to g2, as
@@ -59,8 +61,10 @@ class Reference:
         k: int = 0,
         newton_lr: float = 0.1,
         max_lr_scale: float = 3.0,
+        lr_fraction: float | None = None,
         warmup_steps: int = 1,
         interval: int = 1,
+        first_interval: int | None = None,
         clip: float | None = None,
     ) -> None:
         self.loss, self.params = loss, [p.requires_grad_(True) for p in params]
@@ -73,7 +77,8 @@ class Reference:
         self.beta1, self.beta2 = betas
         self.eps, self.momentum, self.nesterov = eps, momentum, nesterov
         self.k, self.newton_lr, self.max_lr_scale = k, newton_lr, max_lr_scale
-        self.warmup, self.interval, self.clip = max(1, warmup_steps), interval, clip
+        self.next_due, self.distance, self.interval = max(1, warmup_steps), first_interval or interval, interval
+        self.clip, self.lr_fraction = clip, lr_fraction
         self.lr_ref_0 = max(group["lr"] for group in groups)
         if k and self.lr_ref_0 <= 0:
             raise ValueError("groups: the largest initial lr must be > 0")
@@ -167,6 +172,13 @@ class Reference:
 
     def _scale(self) -> float:
         first, last = float(self.eigenvalues[0].abs()), float(self.eigenvalues[-1].abs())
+        if self.lr_fraction is not None:
+            if self.base == "sgd":
+                stable = 2 * (1 + self.momentum) / (1 + 2 * self.momentum * self.nesterov)
+            else:
+                stable = 2 * (1 + self.beta1) / (1 - self.beta1)
+            wanted = self.lr_fraction * stable / max(self.next_eigenvalue, 1e-3 * first) / self.lr_ref_0
+            return min(max(wanted, self.scale / 4, 1e-3), self.scale * (2 if self.refreshes else 10), 1e3)
         if self.rule == "fosi" and self.base != "sgd":
             return 1.0
         below = last if self.rule == "fosi" else self.next_eigenvalue
@@ -202,8 +214,10 @@ class Reference:
         else:
             w = self._fosi(w, g)
         self._write(w)
-        if self.k and self.steps >= self.warmup and (self.steps - self.warmup) % self.interval == 0:
+        if self.k and self.steps == self.next_due:
             self.due = True
+            self.next_due += self.distance
+            self.distance = min(2 * self.distance, self.interval)
         return loss
 
     def _decayed(self, w: Tensor) -> Tensor:
@@ -235,7 +249,8 @@ class Reference:
         step = -self._lr() * self.scale * self._base_direction(g, w)
         r = self._root()
         c = self.Q @ (r * self.direction)
-        step = step + r * (self.Q.T @ ((self._lr_ref() * self.scale - self._alpha() / self._floored()) * c))
+        reach = torch.tensor(self._lr_ref() * self.scale, dtype=torch.float64)
+        step = step + r * (self.Q.T @ ((reach - torch.minimum(self._alpha() / self._floored(), reach)) * c))
         return w + step
 
     def _fosi(self, w: Tensor, g: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def test_group_options() -> None:
 @pytest.mark.parametrize(
     ("group", "base", "rule", "message"),
     [
-        ({"lr": -1}, "adamw", "adaptive", "param group: lr=-1: must be a finite number >= 0; "),
+        ({"lr": -1}, "adamw", "adaptive", "param group: lr=-1: must be a finite number >= 0 or 'auto'; "),
         ({"eps": 1e-8}, "sgd", "adaptive", "param group: eps=1e-08: must be left out with base='sgd'; "),
         ({"momentum": 0.9}, "adam", "adaptive", "param group: momentum=0.9: must be left out with base='adam'; "),
         ({"nesterov": True, "momentum": 0.0}, "sgd", "adaptive", "param group: nesterov=True: must be false with mom"),

@@ -25,18 +25,25 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive-adam": {"base": "adam", "weight_decay": 0.0},
     "adaptive-sgd": {"base": "sgd", "momentum": 0.9, "nesterov": True, "lr": 0.05},
     "fosi-sgd": {"base": "sgd", "rule": "fosi", "momentum": 0.9, "lr": 0.05},
+    "auto-adamw": {"lr": "auto", "curvature": {**engines.SETTINGS["curvature"], "first_interval": 5, "interval": 15}},
+    "auto-sgd": {"lr": "auto", "base": "sgd", "momentum": 0.9, "nesterov": True, "lr_fraction": 0.2},
 }
 SHARDED = ["zero0", "zero1", "zero2", "zero3", "zero3:sub_groups"]
 
 
 def settings(rule: str) -> dict[str, Any]:
-    return {**engines.SETTINGS, **RULES[rule]}
+    found = {**engines.SETTINGS, **RULES[rule]}
+    if found["lr"] == "auto":
+        del found["max_lr_scale"]
+    return found
 
 
 @cache
 def reference(rule: str, decay: float | None = None) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of the float64 reference."""
     chosen = settings(rule)
+    auto = chosen["lr"] == "auto"
+    lr = 1e-3 if auto else chosen["lr"]
     params = [p.detach().double() for p in engines.Classifier().parameters()]
     if decay is None:
         decay = 0.0 if rule == "fosi-sgd" else 0.05
@@ -44,8 +51,8 @@ def reference(rule: str, decay: float | None = None) -> tuple[list[float], torch
         engines.classifier_loss,
         params,
         [
-            {"params": [0, 1, 2], "lr": chosen["lr"], "weight_decay": decay},
-            {"params": [3, 4, 5], "lr": chosen["lr"], "weight_decay": 0.0},
+            {"params": [0, 1, 2], "lr": lr, "weight_decay": decay},
+            {"params": [3, 4, 5], "lr": lr, "weight_decay": 0.0},
         ],
         base=chosen.get("base", "adamw"),
         rule=chosen.get("rule", "adaptive"),
@@ -53,9 +60,11 @@ def reference(rule: str, decay: float | None = None) -> tuple[list[float], torch
         nesterov=chosen.get("nesterov", False),
         k=chosen["num_eigenvectors"],
         newton_lr=chosen["newton_lr"],
-        max_lr_scale=chosen["max_lr_scale"],
+        max_lr_scale=chosen.get("max_lr_scale", 1.0),
+        lr_fraction=chosen.get("lr_fraction", 0.5) if auto else None,
         warmup_steps=chosen["curvature"]["warmup_steps"],
         interval=chosen["curvature"]["interval"],
+        first_interval=chosen["curvature"].get("first_interval"),
         clip=engines.CLIP,
     )
     losses = [
@@ -130,6 +139,7 @@ def test_groups_with_different_learning_rates_match_reference() -> None:
         (1, "adaptive-adamw"),
         (2, "adaptive-adamw"),
         (2, "fosi-adamw"),
+        (2, "auto-adamw"),
         pytest.param(4, "adaptive-adamw", marks=pytest.mark.timeout(400)),
         *[
             pytest.param(w, r, marks=[pytest.mark.slow, pytest.mark.timeout(600)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dho2_ds.config import CurvatureConfig
 from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import Accumulate, Exact, FiniteDifference, Root
 from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Process, Reduce, Ritz, lanczos_process, run
@@ -50,6 +51,14 @@ def default_lanczos_steps(k: int, numel: int) -> int:
     """max(2k + 4, ceil(2 ln n)): 2k products capture 97-99 % of the leading eigenvalues' mass, and about c log n are
     needed before outliers are visible at all (Garza-Vargas and Kulkarni 2020)."""
     return max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
+
+
+def affordable_interval(curvature: CurvatureConfig, k: int, numel: int) -> int:
+    """Steps between refreshes: ``curvature.interval``, or more where ``curvature.budget`` asks for more."""
+    if curvature.budget is None:
+        return curvature.interval
+    steps = curvature.lanczos_steps or default_lanczos_steps(k, numel)
+    return max(curvature.interval, math.ceil(2 * steps * curvature.batches / curvature.budget))
 
 
 def rademacher(host: Host, dtype: torch.dtype, device: torch.device) -> Tensor:

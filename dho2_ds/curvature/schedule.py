@@ -6,18 +6,22 @@ from collections.abc import Iterable
 
 
 class Schedule:
-    """After step ``max(1, warmup_steps)`` and every ``interval`` steps from there on.
+    """After step ``max(1, warmup_steps)``, and from there on at distances that double from ``first_interval`` up to
+    ``interval``.
 
     Args:
-        warmup_steps, interval: see :class:`dho2_ds.CurvatureConfig`.
+        warmup_steps, interval, first_interval: see :class:`dho2_ds.CurvatureConfig`.
         replay: after exactly these steps instead.
 
     Attributes:
+        interval: may be changed before the first step.
         due_since: step at which the waiting refresh fell due, None when none is waiting.
     """
 
-    def __init__(self, warmup_steps: int, interval: int, replay: Iterable[int] | None = None) -> None:
-        self.first, self.interval = max(1, warmup_steps), interval
+    def __init__(
+        self, warmup_steps: int, interval: int, first_interval: int | None = None, replay: Iterable[int] | None = None
+    ) -> None:
+        self.first, self.interval, self._distance = max(1, warmup_steps), interval, first_interval or interval
         self._replay = None if replay is None else frozenset(replay)
         self.due_since: int | None = None
 
@@ -47,7 +51,10 @@ class Schedule:
     def _falls_due(self, step: int) -> bool:
         if self._replay is not None:
             return step in self._replay
-        return step >= self.first and (step - self.first) % self.interval == 0
+        due, distance = self.first, self._distance
+        while due < step and distance < self.interval:
+            due, distance = due + distance, 2 * distance
+        return step >= due and (step - due) % self.interval == 0
 
     def done(self) -> None:
         """The waiting refresh has begun."""
