@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dho2_ds.attaching import LossFunction, LossSource
+from dho2_ds.config import ConfigError
 from dho2_ds.curvature.density import Density, density_process
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.lanczos import LanczosError
@@ -21,6 +22,10 @@ from dho2_ds.shards import working_device, working_dtype
 DENSITY_STEPS, PROBES = 80, 4
 """80 nodes resolve outliers from the bulk, and 4 probes do for large models (Ghorbani et al., arXiv 1901.10159: 90 and
 10; the scatter between probes falls with the number of parameters)."""
+
+
+class NoSpectrum(RuntimeError):
+    """Products are not finite, or there is nothing to find."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ def spectrum(
     Memory: ``lanczos_steps + 5`` vectors of n/P per rank. Source: Golub and Van Loan, section 10.1.
 
     Raises:
-        RuntimeError: no finite spectrum was found; says why.
-        ValueError: k or hvp out of range.
+        NoSpectrum: no finite spectrum was found; says why.
+        ConfigError: k or hvp out of range.
     """
     host, losses = _prepare(model, loss_fn, data, batches, hvp)
     if not 0 < k < host.numel:
-        raise ValueError(f"k={k}: must be between 1 and {host.numel - 1}; lower it")
+        raise ConfigError(f"k={k}: must be between 1 and {host.numel - 1}; lower it")
     found, report = refresh(
         host,
         losses,
@@ -87,7 +92,7 @@ def spectrum(
         between=between,
     )
     if found is None:
-        raise RuntimeError(f"no spectrum: {report.reason}")
+        raise NoSpectrum(f"no spectrum: {report.reason}")
     return Spectrum(report.eigenvalues, report.residuals, report.hvps, report.self_check, found.vectors.clone())
 
 
@@ -114,10 +119,10 @@ def spectral_density(
     Memory: ``lanczos_steps + 3`` vectors of n/P per rank. Cost: ``probes * lanczos_steps`` products.
 
     Raises:
-        RuntimeError: a product was not finite. ValueError: probes, lanczos_steps or hvp out of range.
+        NoSpectrum: a product was not finite. ConfigError: probes, lanczos_steps or hvp out of range.
     """
     if probes < 1 or lanczos_steps < 1:
-        raise ValueError(f"probes={probes}, lanczos_steps={lanczos_steps}: must be >= 1; raise them")
+        raise ConfigError(f"probes={probes}, lanczos_steps={lanczos_steps}: must be >= 1; raise them")
     host, losses = _prepare(model, loss_fn, data, batches, hvp)
     difference = FiniteDifference.for_dtype(host.compute_dtype)
     try:
@@ -141,7 +146,7 @@ def spectral_density(
             between=between,
         )
     except LanczosError as error:
-        raise RuntimeError(f"no density: {error}") from error
+        raise NoSpectrum(f"no density: {error}") from error
 
 
 def _prepare(
@@ -150,9 +155,9 @@ def _prepare(
     """The engine over all trainable parameters, and this rank's losses."""
     host = make_host(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
     if hvp not in ("auto", "finite_difference", "exact"):
-        raise ValueError(f"hvp={hvp!r}: must be 'auto', 'finite_difference' or 'exact'")
+        raise ConfigError(f"hvp={hvp!r}: must be 'auto', 'finite_difference' or 'exact'")
     if hvp == "exact" and host.exact_refusal:
-        raise ValueError(f"hvp='exact': must not be used here: {host.exact_refusal}")
+        raise ConfigError(f"hvp='exact': must not be used here: {host.exact_refusal}")
     source = LossSource(loss_fn, data, batches)
     return host, host.agreement.together(source.losses, "no batch on another rank; see that rank's error")
 

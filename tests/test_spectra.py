@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import dho2_ds
+from dho2_ds.cli import app
 from dho2_ds.curvature.density import Density
 from dho2_ds.curvature.probes import rademacher
 from dho2_ds.hosts.detect import make_host
@@ -167,3 +174,88 @@ def test_density_refuses(wrong: dict[str, Any]) -> None:
 def test_density_of_a_loss_that_is_not_finite() -> None:
     with pytest.raises(RuntimeError, match="no density: "):
         dho2_ds.spectral_density(Layers(), lambda m, b: m(*b) * math.nan, [batch_of(0, 1)], probes=1, lanczos_steps=3)
+
+
+JOB = """
+import dho2_ds
+from tests.test_spectra import Layers, batch_of, loss_fn
+
+def build():
+    import os
+    return Layers(), loss_fn, iter([batch_of(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))])
+
+def as_dict():
+    return dict(zip(("model", "loss_fn", "data"), build()))
+
+def nothing():
+    return None
+
+def infinite():
+    model, loss, data = build()
+    return model, lambda m, b: loss(m, b) * float("nan"), data
+
+number = 3
+"""
+QUICK = ["-k", str(K), "--lanczos-steps", "28", "--probes", str(PROBES), "--density-steps", "4"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's file, in the current folder."""
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the user's folder
+    monkeypatch.delitem(sys.modules, "job", raising=False)
+    return tmp_path / "job.py"
+
+
+def as_found(text: str) -> tuple[list[float], Density]:
+    found = json.loads(text)
+    inner = found["density"]
+    return found["eigenvalues"], Density(inner["nodes"], inner["weights"], inner["parameters"], inner["hvps"])
+
+
+def test_command_writes_a_picture_and_a_json(job: Path, dense: Tensor) -> None:
+    from matplotlib.image import imread
+
+    result = CliRunner().invoke(app, ["spectrum", "job.py:build", "--output", "out/s.png", "--json", *QUICK])
+    assert result.exit_code == 0, result.output
+    written = (job.parent / "out" / "s.json").read_text()
+    assert json.loads(written) == json.loads(result.stdout)
+    check(as_found(written), dense, 1e-3)
+    picture = imread(job.parent / "out" / "s.png")[..., :3]
+    assert float((picture.std(axis=-1) > 0.05).sum()) > 100  # coloured marks on black and white
+
+
+def test_command_takes_a_module_and_a_dict(job: Path) -> None:
+    result = CliRunner().invoke(app, ["spectrum", "job:as_dict", "-k", "2", "--probes", "0"])
+    assert result.exit_code == 0, result.output
+    assert "wrote spectrum.png" in result.stdout and "density" not in json.loads(Path("spectrum.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["job.py"], 2, "source=job.py: must be MODULE:FUNCTION"),
+        (["job.py:none"], 2, "source=job.py:none: must name a function that can be imported"),
+        (["no_such.py:build"], 2, "source=no_such.py:build: must name a function that can be imported"),
+        (["job.py:number"], 2, "must name a function; number is int"),
+        (["job.py:nothing"], 2, "must return (model, loss_fn, data) or a dict of these"),
+        (["job.py:build", "-k", "100000"], 2, "k=100000: must be between 1 and 213"),
+        (["job.py:infinite", "-k", "2"], 1, "no spectrum: "),
+    ],
+)
+def test_command_refuses(job: Path, arguments: list[str], code: int, message: str) -> None:
+    result = CliRunner().invoke(app, ["spectrum", *arguments])
+    assert result.exit_code == code and message in result.output.replace("\n", " "), result.output
+
+
+@pytest.mark.slow
+def test_command_under_torchrun(job: Path, dense: Tensor) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "dho2_ds.cli", "spectrum", "job.py:build", "--json", *QUICK]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr
+    check(as_found(done.stdout), dense, 1e-3)
