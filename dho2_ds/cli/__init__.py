@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dho2_ds.cli import demo, doctor, join, plan, spectrum
+from dho2_ds.cli import demo, doctor, join, plan, report, spectrum
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -22,6 +22,7 @@ def main() -> None:
 
 app.command()(plan.plan)
 app.command()(spectrum.spectrum)
+app.command()(report.report)
 app.command()(doctor.doctor)
 app.command(context_settings=PASSES_ON)(demo.demo)
 app.command(context_settings=PASSES_ON)(join.join)
