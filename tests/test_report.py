@@ -142,7 +142,7 @@ def test_a_run_without_an_engine(tmp_path: Path) -> None:
 
 
 def test_events_come_in_the_order_that_wandb_wants(recorded: tuple[Path, dict[str, Any]]) -> None:
-    """W&B drops what comes with a smaller step than before. It is not run: DeepSpeed hands it these calls one by one."""
+    """W&B drops what comes with a smaller step than before. It is not run: DeepSpeed passes these on one by one."""
     order = recorded[1]["order"]
     samples = [step for _, _, step in order]
     assert samples == sorted(samples)

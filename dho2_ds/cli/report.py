@@ -171,7 +171,7 @@ def _page(name: str, run: Run, summary: dict[str, Any], picture: bytes) -> str:
     columns = [column for column in columns if column in run.series]
     by_place = {column: dict(run.series[column]) for column in columns}
     places = [x for x, _ in run.series.get("refresh_seconds", [])][-SHOWN:]
-    return jinja2.Template(PAGE, autoescape=True).render(
+    page: str = jinja2.Template(PAGE, autoescape=True).render(
         name=name,
         unit=run.unit,
         summary=[(key, _number(value)) for key, value in summary.items()],
@@ -179,6 +179,7 @@ def _page(name: str, run: Run, summary: dict[str, Any], picture: bytes) -> str:
         columns=[run.unit, *(column.replace("_", " ") for column in columns)],
         rows=[[f"{x:.0f}", *(_number(by_place[column].get(x, "")) for column in columns)] for x in places],
     )
+    return page
 
 
 def _number(value: Any) -> str:
