@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dho2_ds.cli import app
 from dho2_ds.config import ConfigError
 from dho2_ds.records import NoRecords, read_run
-from tests import engines
+from tests import engines, fsdp_engines
 from tests.distributed import run_ranks
 
 STEPS, WARMUP, INTERVAL = 24, 5, 6
@@ -43,7 +43,12 @@ def train(rank: int, world: int, folder: str, kind: str) -> dict[str, Any]:
     monitors = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "job"}}
     if has_tensorboard():
         monitors["tensorboard"] = {"enabled": True, "output_path": f"{folder}/tensorboard", "job_name": "job"}
-    run = engines.Run(kind, rank, world, settings, overrides=monitors)
+    run: Any
+    if kind == "fsdp2":
+        run = fsdp_engines.Run(kind, rank, world, settings)
+        run.engine = None
+    else:
+        run = engines.Run(kind, rank, world, settings, overrides=monitors)
     truth: dict[str, Any] = {"loss": [], "eigenvalues": {}, "order": []}
     if run.engine is not None:
         write = run.engine.monitor.write_events
@@ -139,6 +144,13 @@ def test_a_run_without_an_engine(tmp_path: Path) -> None:
     """DDP and FSDP have no monitors; the log is all there is."""
     truth = train(0, 1, str(tmp_path), "single")
     check(tmp_path, "JSON lines", truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks_without_an_engine(kind: str, tmp_path: Path) -> None:
+    first, _ = run_ranks(2, train, str(tmp_path), kind, timeout=170)
+    check(tmp_path, "JSON lines", first)
 
 
 def test_events_come_in_the_order_that_wandb_wants(recorded: tuple[Path, dict[str, Any]]) -> None:

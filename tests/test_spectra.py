@@ -77,7 +77,8 @@ def probes(seed: int = 0) -> list[Tensor]:
     """The random vectors of a density, rows in the order of the parameters' names."""
     model = Layers().double()
     host = make_host(model, [{"params": [p for _, p in sorted(model.named_parameters())]}])
-    return [rademacher(host, torch.float64, torch.device("cpu"), 1 + seed * PROBES + i) for i in range(PROBES)]
+    first, where = 1 + seed * PROBES, torch.device("cpu")
+    return [rademacher(host, torch.float64, where, names=host.sizes, probe=first + i) for i in range(PROBES)]
 
 
 @pytest.mark.parametrize(("hvp", "tolerance"), [("auto", 1e-3), ("exact", 1e-5)])

@@ -143,9 +143,7 @@ def main() -> None:
         else:
             found, seconds = timed(lambda c=counted: c.density(args.probes, args.density_steps))
             density("curvlinops", found, counted.calls, seconds)
-    table = Table(
-        title=f"{len(exact):,} parameters; density from {args.probes} probes of {args.density_steps} nodes"
-    )
+    table = Table(title=f"{len(exact):,} parameters; density from {args.probes} probes of {args.density_steps} nodes")
     for header in ("", "method", "HVPs", "error", "trace error", "CPU s"):
         table.add_column(header, justify="left" if header in ("", "method") else "right")
     for row in sorted(rows, key=lambda row: row["what"], reverse=True):
