@@ -42,28 +42,45 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's records: a file, or the first kind that a folder (and those below) has of JSON lines, CSV and
-    TensorBoard events.
+    """Read a run's records: a file, or of a folder (and those below) the first kind that is there of JSON lines, CSV
+    and TensorBoard events.
 
     Of values recorded twice at one place (training went on from an older checkpoint) the later one counts.
 
     Raises:
-        NoRecords: there are none.
+        NoRecords: there are none, or those of several runs.
     """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    lines = [file for file in files if file.suffix == ".jsonl"]
+    lines = [file for file in files if file.suffix == ".jsonl" and _is_log(file)]
     tables = [file for file in files if file.suffix == ".csv" and file.stem.startswith("Train_")]
     events = [file for file in files if file.name.startswith("events.out.tfevents.")]
     if lines:
+        _refuse_several(lines)
         return Run("JSON lines", "step", _collect(value for file in lines for value in _log_values(file)))
     if tables:
+        _refuse_several([file.parent for file in tables])
         return _monitored("CSV", (value for file in tables for value in _csv_values(file)))
     if events:
+        _refuse_several([file.parent for file in events])
         return _monitored("TensorBoard", (value for file in events for value in _tensorboard_values(file)))
     raise NoRecords(
         f"{path}: must hold records of a run: a *.jsonl file (setting log), DeepSpeed's CSV monitor (Train_*.csv) or "
         "TensorBoard events (events.out.tfevents.*); switch one of them on"
     )
+
+
+def _is_log(file: Path) -> bool:
+    """Whether it is ours: data sets are JSON lines too."""
+    with file.open() as lines:
+        try:
+            return "step" in json.loads(lines.readline())
+        except (ValueError, TypeError):
+            return False
+
+
+def _refuse_several(runs: list[Path]) -> None:
+    if len(set(runs)) > 1:
+        raise NoRecords(f"several runs: must be one; name one of {', '.join(sorted(map(str, set(runs))))}")
 
 
 def _collect(values: Iterator[tuple[str, float, float]]) -> dict[str, Series]:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import dho2_ds
 from dho2_ds.cli import app
 from dho2_ds.config import parse_config
-from dho2_ds.planner import Engine, Memory, Plan, Precision, Workload, plan, square_shapes
+from dho2_ds.needs import Engine, Memory, Precision
+from dho2_ds.planner import Plan, Workload, plan, square_shapes
 from tests import engines
 from tests.distributed import run_ranks, silence_shm_op
 from tests.pipelines import SETTINGS, changed, end_training, make, optimizer_of, run_both

@@ -174,9 +174,21 @@ def test_report_of_nothing(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 1 and "must hold records of a run" in result.output
     assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 2
-    (tmp_path / "x.jsonl").write_text('{"loss": 1}\n')
-    with pytest.raises(NoRecords, match="line 1: must be a JSON object with a step"):
+    (tmp_path / "data.jsonl").write_text('{"text": "not ours"}\n')
+    with pytest.raises(NoRecords, match="must hold records of a run"):
         read_run(tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2,')
+    with pytest.raises(NoRecords, match="log.jsonl, line 2: must be a JSON object with a step"):
+        read_run(tmp_path)
+
+
+def test_report_of_several_runs(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Train_Samples_train_loss.csv").write_text("step,train_loss\n32,3.0\n")
+    with pytest.raises(NoRecords, match="several runs: must be one; name one of .*first, .*second"):
+        read_run(tmp_path)
+    assert read_run(tmp_path / "first").series["loss"] == [(32.0, 3.0)]
 
 
 def test_logging_without_a_log() -> None:

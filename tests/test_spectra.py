@@ -243,6 +243,7 @@ def test_command_takes_a_module_and_a_dict(job: Path) -> None:
         (["job.py:number"], 2, "must name a function; number is int"),
         (["job.py:nothing"], 2, "must return (model, loss_fn, data) or a dict of these"),
         (["job.py:build", "-k", "100000"], 2, "k=100000: must be between 1 and 213"),
+        (["job.py:build", "--batches", "2"], 2, "batches=2: must be at most 1"),
         (["job.py:infinite", "-k", "2"], 1, "no spectrum: "),
     ],
 )

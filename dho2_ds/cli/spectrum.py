@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -71,7 +72,9 @@ def spectrum(
     steps = lanczos_steps or 4 * k + 20
     common: dict[str, Any] = {"loss_fn": parts["loss_fn"], "batches": batches, "hvp": hvp}
     # An iterator would go on where the first call left off; both shall see the same batches.
-    common["data"] = [batch for batch, _ in zip(parts["data"], range(batches), strict=False)]
+    common["data"] = list(itertools.islice(parts["data"], batches))
+    if len(common["data"]) < batches:
+        refuse(f"batches={batches}: must be at most {len(common['data'])}, which is what data has; lower it")
     main = world == 1 or dist.get_rank() == 0
     density = None
     try:
