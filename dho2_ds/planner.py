@@ -101,7 +101,7 @@ def plan(
 
     Args:
         shapes: {parameter: shape} of all trained parameters; :func:`square_shapes` for a model known by its size only.
-        config: the optimizer's settings; in mode ``dedicated`` with ``curvature.ranks`` (0 counts as 1) beside ``ranks``.
+        config: the settings; in mode ``dedicated`` with ``curvature.ranks`` (0 counts as 1) beside ``ranks``.
         engine: ``ddp`` (or one process), ``fsdp`` (1 or 2, fully sharded) or ``zero0`` to ``zero3``.
         ranks: training ranks that share the state; of HSDP and tensor parallelism the ranks of one replica.
         precision: in which the model computes. Below float32 DeepSpeed keeps the model in it and float32 masters
