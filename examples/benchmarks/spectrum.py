@@ -1,5 +1,6 @@
 """Eigenvalues and spectral density of a small network's Hessian beside curvlinops', against the dense float64 Hessian.
 
+pip install 'dho2-ds[bench-spectrum]'
 python examples/benchmarks/spectrum.py
 
 A digits classifier (2,410 parameters, or --width) after some steps of Adam, float32, one process. Leading eigenvalues:
