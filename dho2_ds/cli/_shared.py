@@ -38,10 +38,11 @@ def pyplot() -> Any:
 
 
 def logarithmic(axes: Any) -> None:
-    """A log scale of y with numbers at 1, 2 and 5, not only at powers of ten."""
+    """A log scale of y with numbers at 1, 2 and 5, at more within a decade, not only at powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, *range(2, 10))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

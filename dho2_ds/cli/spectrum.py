@@ -207,7 +207,8 @@ def _draw(found: Spectrum, density: Density | None, output: Path) -> bool:
     left.set(xlabel="index", ylabel="|eigenvalue|", title="Leading eigenvalues of the Hessian")
     logarithmic(left)
     left.xaxis.get_major_locator().set_params(integer=True)
-    left.legend()
+    if min(found.eigenvalues) < 0:
+        left.legend()
     if density is not None:
         right = axes[0, 1]
         low, high = min(map(min, density.nodes)), max(map(max, density.nodes))
