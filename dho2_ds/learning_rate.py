@@ -15,7 +15,7 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 START = 1e-3
 """The learning rate of ``"auto"`` up to the first refresh, and the one that schedules see."""
 
-FIRST_GROWTH, GROWTH, FALL = 10.0, 2.0, 4.0
+FIRST_GROWTH, GROWTH, FALL = 10.0, 1.25, 4.0
 """Largest factors from one refresh to the next. A larger lr leads to flatter regions, which allow a larger lr again, so
 growth without a bound runs away."""
 

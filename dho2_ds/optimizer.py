@@ -47,32 +47,27 @@ _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
 class DHO2(CheckpointedOptimizer):
     """Hybrid first- and second-order optimizer (DHO2, arXiv 2505.00982; FOSI, arXiv 2302.08484), sharded.
 
-        Keeps the k leading eigenvectors of the (preconditioned) Hessian over all parameters, takes a damped Newton step
-        inside their span and lets the base optimizer move the rest with a larger learning rate.
+    Keeps the k leading eigenvectors of the (preconditioned) Hessian over all parameters, takes a damped Newton step
+    inside their span and lets the base optimizer move the rest with a larger learning rate.
 
-        Args:
-            params: parameters or param group dictionaries; groups may override lr, weight_decay, betas, eps, momentum,
-                nesterov.
-            lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer. ``"auto"``: curvature
-                sets it; see :mod:`dho2_ds.learning_rate`.
-            **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
-    <<<<<<< HEAD
-                ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``lr_fraction``, ``fused`` and the dictionary
-                ``curvature``; see :class:`dho2_ds.DHO2Config` for each.
-    =======
-                ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``fused``, ``log`` and the dictionary ``curvature``;
-                see :class:`dho2_ds.DHO2Config` for each.
-    >>>>>>> main
+    Args:
+        params: parameters or param group dictionaries; groups may override lr, weight_decay, betas, eps, momentum,
+            nesterov.
+        lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer. ``"auto"``: curvature
+            sets it; see :mod:`dho2_ds.learning_rate`.
+        **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
+            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``lr_fraction``, ``fused``, ``log`` and the dictionary
+            ``curvature``; see :class:`dho2_ds.DHO2Config` for each.
 
-        State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
-        ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
-        all-reduce of k + 1 scalars (``fosi``: two); a refresh is at most ``lanczos_steps`` Hessian-vector products.
+    State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
+    ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
+    all-reduce of k + 1 scalars (``fosi``: two); a refresh is at most ``lanczos_steps`` Hessian-vector products.
 
-        With ``num_eigenvectors=0`` it is torch's base optimizer, bit for bit. Otherwise :func:`dho2_ds.attach` must name
-        the model (under DeepSpeed with a model that returns its loss this happens by itself).
+    With ``num_eigenvectors=0`` it is torch's base optimizer, bit for bit. Otherwise :func:`dho2_ds.attach` must name
+    the model (under DeepSpeed with a model that returns its loss this happens by itself).
 
-        Raises:
-            ConfigError: naming every setting that is wrong, before training starts.
+    Raises:
+        ConfigError: naming every setting that is wrong, before training starts.
     """
 
     def __init__(self, params: Any, lr: float | str = 1e-3, **settings: Any) -> None:
