@@ -19,6 +19,10 @@ from dho2_ds.pipeline.worlds import role
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> scalar``: the mean training loss of one batch, computed by calling ``model``."""
 
+_SHARE = "num_items_in_batch"
+"""Argument that Hugging Face's Trainer adds: with it a model returns its share of a whole step's loss, a sum divided by
+the items of all ranks and micro-batches, and without it the mean, which is what curvature has to be of."""
+
 
 def attach(
     model: nn.Module,
@@ -136,7 +140,7 @@ class LossSource:
     def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the arguments of a training forward (references, not copies; at most ``batches`` of them)."""
         if self.data is None:
-            self._recent.append((args, kwargs))
+            self._recent.append((args, {name: value for name, value in kwargs.items() if name != _SHARE}))
 
     def losses(self) -> Sequence[Loss]:
         """The closures of one refresh; every one gives the same value whenever it is called at the same weights."""
