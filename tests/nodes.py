@@ -22,11 +22,14 @@ _NAMESPACES = ["--net", "--uts", "--ipc", "--pid", "--mount"]
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. ``pid`` is of the process that holds its namespaces, as seen from outside."""
+    """One machine. ``pid`` is of the process that holds its namespaces, ``switch`` of the switch's, as seen from outside;
+    ``port`` is the switch's end of its cable, ``eth0`` its own."""
 
     name: str
     address: str
     pid: int
+    switch: int
+    port: str
 
     def command(self, *command: str) -> list[str]:
         """The command line that runs a command there."""
@@ -71,20 +74,25 @@ def network(count: int, folder: Path) -> Iterator[list[Node]]:
     known = {name: f"{address} {name}" for name, address in zip(names, addresses, strict=True)}
     with ExitStack() as stack:
         switch = stack.enter_context(_held("switch", known, folder))
-        _ip(switch, "link", "add", "bridge", "type", "bridge")
-        _ip(switch, "link", "set", "bridge", "up")
+        ip(switch, "link", "add", "bridge", "type", "bridge")
+        ip(switch, "link", "set", "bridge", "up")
         nodes = []
         for i, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            node = Node(name, address, stack.enter_context(_held(name, known, folder)))
-            _ip(switch, *f"link add port{i} type veth peer name eth0 netns {node.pid}".split())
-            _ip(switch, "link", "set", f"port{i}", "master", "bridge", "up")
-            _ip(node.pid, "address", "add", f"{address}/24", "dev", "eth0")
-            _ip(node.pid, "link", "set", "eth0", "up")
+            node = Node(name, address, stack.enter_context(_held(name, known, folder)), switch, f"port{i}")
+            ip(switch, *f"link add {node.port} type veth peer name eth0 netns {node.pid}".split())
+            connect(node)
             nodes.append(node)
         yield nodes
 
 
-def _ip(pid: int, *arguments: str) -> None:
+def connect(node: Node) -> None:
+    """Make both ends of its cable ready."""
+    ip(node.switch, "link", "set", node.port, "master", "bridge", "up")
+    ip(node.pid, "address", "add", f"{node.address}/24", "dev", "eth0")
+    ip(node.pid, "link", "set", "eth0", "up")
+
+
+def ip(pid: int, *arguments: str) -> None:
     """`ip` in the network of a process; process ids in its arguments are as seen from outside."""
     command = ["nsenter", "--net", "--target", str(pid), "ip", *arguments]
     subprocess.run(command, check=True, capture_output=True, timeout=30)
@@ -99,6 +107,7 @@ def _held(name: str, known: Mapping[str, str], folder: Path) -> Iterator[int]:
     script = f"""
         hostname {name} && ip link set lo up
         mount -t tmpfs shm /dev/shm && mount --bind {hosts} /etc/hosts
+        mount --bind /dev/null /etc/resolv.conf  # there is no name server to wait for
         echo ready; exec cat
     """
     command = ["unshare", *_NAMESPACES, "--mount-proc", "--fork", "--kill-child=KILL", "sh", "-ec", script]

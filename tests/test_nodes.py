@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def start_openmpi(nodes: list[Node], folder: Path, script: list[str]) -> list[su
 
 def start_mpirun(nodes: list[Node], folder: Path, script: list[str]) -> list[subprocess.Popen[bytes]]:
     """Plain ``mpirun python``."""
-    command = ["mpirun", "-n", str(len(nodes)), "--hostfile", hostfile(nodes, folder), *by_ssh(folder).split(" ", 3)]
+    command = ["mpirun", "-n", str(len(nodes)), "--hostfile", hostfile(nodes, folder), *shlex.split(by_ssh(folder))]
     return [nodes[0].start([*command, sys.executable, *script], environment(folder), folder / "mpirun.log")]
 
 
