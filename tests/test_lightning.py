@@ -147,9 +147,7 @@ class Module(lightning.LightningModule):
     def on_train_start(self) -> None:
         if self.kind == "fsdp2":  # here Lightning calls training_step itself, so forward's arguments are not enough
             data = [batch for batch in batches(self.global_rank, self.trainer.world_size)][3::5]
-            dho2_ds.attach(
-                self, self.trainer.optimizers[0], loss_fn=lambda model, x: loss_of(model(x), x), data=data
-            )
+            dho2_ds.attach(self, self.trainer.optimizers[0], loss_fn=lambda model, x: loss_of(model(x), x), data=data)
         elif self.kind == "ddp":
             dho2_ds.attach(self.trainer.strategy.model, self.trainer.optimizers[0])
 

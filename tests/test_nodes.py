@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -105,11 +105,12 @@ def on_one_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
     return result
 
 
-def check(found: dict[str, Any], expected: dict[str, Any], nodes: Sequence[Node], training: int) -> None:
-    assert found["world"] == training
-    assert found["refreshes"] == expected["refreshes"] == 2
+def check(found: dict[str, Any], expected: dict[str, Any] | None, nodes: Sequence[Node], training: int) -> None:
+    """It trained, with two refreshes, as on one machine if that is known, and the cables were used."""
+    assert (found["world"], found["refreshes"]) == (training, 2)
     assert found["losses"][-1] < 0.5 * found["losses"][0]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    if expected is not None:
+        assert found == {**expected, "losses": pytest.approx(expected["losses"], rel=1e-4)}
     assert all(node.traffic() > 10_000 for node in nodes), [node.traffic() for node in nodes]
 
 
@@ -215,6 +216,18 @@ def run(launcher: Launcher, mode: str, host: str, folder: Path, expected: Callab
         else:
             found = wait_for(launcher(nodes, folder, arguments(folder, mode, host)), folder)
         check(found, expected(mode, host, count), nodes, training=2)
+
+
+def test_curvature_on_another_node(tmp_path: Path) -> None:
+    """The quick one: processes that have a launcher's variables, but no launcher."""
+    script = [sys.executable, *arguments(tmp_path, "dedicated", "fsdp2")]
+    with network(2, tmp_path) as nodes:
+        processes = []
+        for rank, node in enumerate(nodes):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            own |= {"MASTER_ADDR": nodes[0].name, "MASTER_PORT": "29500"}
+            processes.append(node.start(script, {**environment(tmp_path), **own}, tmp_path / f"{node.name}.log"))
+        check(wait_for(processes, tmp_path), None, nodes, training=1)
 
 
 @pytest.mark.slow

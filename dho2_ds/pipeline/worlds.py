@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dho2_ds.config import ConfigError, parse_config
 from dho2_ds.pipeline import supervisor
-from dho2_ds.pipeline.door import JOIN, TOKEN, new_token, own_host
+from dho2_ds.pipeline.door import JOIN, TOKEN, is_loopback, new_token, own_host
 
 Role = Literal["training", "curvature"]
 
@@ -236,6 +236,11 @@ def _meeting_point(*, several: bool) -> tuple[str, int]:
     with socket.create_server(("", 0)) as probe:
         port = int(probe.getsockname()[1])
     host = os.environ.get("MASTER_ADDR") or own_host(socket.gethostname() if several else None)
+    if several and not os.environ.get("MASTER_ADDR") and is_loopback(host):
+        raise RuntimeError(
+            f"MASTER_ADDR: must be set, since {socket.gethostname()} is {host} to itself; "
+            "name an address that the other machines reach, or the interface in GLOO_SOCKET_IFNAME"
+        )
     return host, int(os.environ.get("MASTER_PORT", port))
 
 

@@ -1,10 +1,10 @@
-"""Does a slow network to the curvature node slow training down? Step times of mode `dedicated`, the cable fast and slow.
+"""Does a slow network to the curvature node slow training down? Step times of mode `dedicated`, cable fast and slow.
 
 sudo python examples/benchmarks/nodes.py             # Linux; needs Debian's vde2 and about four minutes
 
 Two nodes on one machine (network namespaces, see tests/nodes.py): one trains a character GPT, the other computes its
-curvature. Through all of one run the cable between them is switched to and fro between what the machine can do and 50 ms
-each way at 20 Mbit/s; steps of neighbouring phases are compared. "Own" time is the wall clock less the time in which
+curvature. In one run the cable between them is switched to and fro between what the machine can do and 50 ms each way
+at 20 Mbit/s; steps of neighbouring phases are compared. "Own" time is the wall clock less the time in which
 other programs, the curvature process among them, had the core (Linux counts it).
 """
 
@@ -35,9 +35,10 @@ STOP, STEPS = "stop", "steps.json"
 
 def rank(folder: Path) -> None:
     """One process: trains until it is told to stop, or computes curvature."""
-    import dho2_ds
     from _common import library_text
     from char_gpt import CharGPT
+
+    import dho2_ds
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
