@@ -230,7 +230,7 @@ def _same_forward(module: nn.Module) -> Callable[[], None]:
 
     Lightning's Trainer has ``training_step`` run in the place of the inner module's ``forward``, for one call only.
     """
-    parts = (module, getattr(module, "module", None))
+    parts: list[Any] = [module, getattr(module, "module", None)]
     patched = [(part, part.__dict__["forward"]) for part in parts if "forward" in getattr(part, "__dict__", {})]
 
     def again() -> None:

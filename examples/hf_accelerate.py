@@ -4,7 +4,7 @@ accelerate launch --num_processes 2 --use_deepspeed --deepspeed_config_file conf
     examples/hf_accelerate.py
 accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
     examples/hf_accelerate.py                              # Accelerate has FSDP on GPUs only
-torchrun --nproc_per_node 2 examples/hf_accelerate.py      # DistributedDataParallel
+ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/hf_accelerate.py      # DistributedDataParallel
 
 Needs `pip install 'dho2-ds[deepspeed,hf]'`.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from _common import skip_shm_op
 from _hf import minilm, reviews
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DummyOptim, InitProcessGroupKwargs, set_seed
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps from one refresh to the next")
     args = parser.parse_args()
 
+    skip_shm_op()
     # Without a GPU and this, Accelerate takes each DeepSpeed process for the only one, and all get the same data.
     on_cpu = [] if torch.accelerator.is_available() else [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(kwargs_handlers=on_cpu)

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer with DHO2: nothing here knows it, the DeepSpeed JSON names it. MiniLM learns to judge reviews.
+"""Hugging Face Trainer with DHO2: the DeepSpeed JSON names it, nothing else does. MiniLM learns to judge reviews.
 
 deepspeed --num_gpus 2 examples/hf_trainer.py --deepspeed configs/hf_zero2.json --output_dir out --max_steps 100
 deepspeed --num_gpus 2 examples/hf_trainer.py --deepspeed configs/hf_zero2.json --output_dir out --max_steps 150 \\
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from _common import skip_shm_op
 from _hf import minilm, reviews
 from transformers import EvalPrediction, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
@@ -30,6 +31,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    skip_shm_op()
     task, args = HfArgumentParser((Task, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     trainer = Trainer(
@@ -40,5 +42,5 @@ if __name__ == "__main__":
         compute_metrics=accuracy,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.log(trainer.evaluate())
+    trainer.log_metrics("eval", trainer.evaluate())
     torch.distributed.destroy_process_group()

@@ -28,6 +28,7 @@ pytestmark = [
     ),
 ]
 
+STEPS = ["--steps", "12", "--lr", "1e-3"]
 TASK = ["--layers", "1", "--rows", "64", "--length", "16"]
 
 
@@ -47,7 +48,7 @@ def train(folder: Path, *more: str) -> dict[int, float]:
     options += ["--save_steps", "5", "--logging_steps", "1", "--learning_rate", "1e-3", "--eval_strategy", "no"]
     options += ["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4", "--use_cpu"]
     output = launch(torchrun("hf_trainer.py", *TASK, *options, "--report_to", "none", *more), folder, timeout=300)
-    assert "step 7: refresh accepted" in output and "eval_accuracy" in output
+    assert "step 7: refresh accepted" in output and "eval_accuracy" in output, output
     history = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     return {entry["step"]: entry["loss"] for entry in history}
 
@@ -65,21 +66,18 @@ def test_trainer_resumes_as_if_it_had_gone_on(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def accelerate(*options: str) -> list[str]:
-    script = str(EXAMPLES / "hf_accelerate.py")
-    return ["accelerate", "launch", "--num_processes", "2", *options, script, *TASK, "--steps", "12", "--lr", "1e-3"]
-
-
 def test_accelerate_on_deepspeed(tmp_path: Path) -> None:
     """Both ranks print, if Accelerate does not know of them."""
     options = ["--use_deepspeed", "--deepspeed_config_file", quick_config(tmp_path)]
-    output = launch(accelerate(*options), tmp_path, timeout=300)
+    command = ["accelerate", "launch", "--num_processes", "2", *options, str(EXAMPLES / "hf_accelerate.py")]
+    output = launch([*command, *TASK, *STEPS], tmp_path, timeout=300)
     assert "DHO2 on DeepSpeed ZeRO-2, 2 rank(s)" in output and "refresh accepted" in output
     assert output.count("step 12 loss") == 1
 
 
 def test_accelerate_on_ddp(tmp_path: Path) -> None:
-    output = launch(accelerate("--cpu"), tmp_path, timeout=300)
+    command = torchrun("hf_accelerate.py", *TASK, *STEPS)
+    output = launch(["env", "ACCELERATE_USE_CPU=true", *command], tmp_path, timeout=300)
     assert "DHO2 on DistributedDataParallel, 2 rank(s)" in output and "refresh accepted" in output
     assert output.count("step 12 loss") == 1
 

@@ -26,10 +26,10 @@ from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.pipeline import supervisor
 from dho2_ds.pipeline.batches import announce, decode, encode, receive_tensors
 from dho2_ds.pipeline.door import own_host, split_address
-from dho2_ds.pipeline.worlds import _meeting_point
 from dho2_ds.pipeline.plan import covers, intervals_from_json, layout_from_json, layout_to_json, routes
 from dho2_ds.pipeline.session import BadResult, Job, Session
 from dho2_ds.pipeline.wire import Link, LinkError, dtype_named
+from dho2_ds.pipeline.worlds import _meeting_point
 from dho2_ds.sharding.layout import Layout, flat_slices, parameter_chunks, replicated
 
 
