@@ -245,3 +245,15 @@ def test_deepspeed(
 @pytest.mark.parametrize("mode", ["inline", "dedicated"])
 def test_torchrun_with_fsdp2(mode: str, tmp_path: Path, on_one_machine: Callable[..., dict[str, Any]]) -> None:
     run(start_torchrun, mode, "fsdp2", tmp_path, on_one_machine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("wirefilter") is None, reason="no wirefilter; apt-get install vde2")
+def test_benchmark(tmp_path: Path) -> None:
+    """That the cable can be made slow and fast again, and that steps of both phases are found."""
+    script, record = Path(__file__).parents[1] / "examples" / "benchmarks" / "nodes.py", tmp_path / "record.json"
+    command = [sys.executable, str(script), "--seconds", "8", "--pairs", "1", "--output", str(record)]
+    subprocess.run(command, env=environment(tmp_path), check=True, timeout=280)
+    fast, slow = json.loads(record.read_text())["rows"]
+    assert (fast["slow"], slow["slow"]) == (False, True) and fast["steps"] and slow["steps"]
