@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dho2_ds.optimizer import DHO2
     from dho2_ds.pipeline.worlds import init_distributed
     from dho2_ds.settings import CurvatureConfig
-    from dho2_ds.spectra import spectrum
+    from dho2_ds.spectra import spectral_density, spectrum
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "__version__",
     "attach",
     "init_distributed",
+    "spectral_density",
     "spectrum",
 ]
 
@@ -39,6 +40,7 @@ _HOMES = {
     "DHO2Config": "dho2_ds.config",
     "attach": "dho2_ds.attaching",
     "init_distributed": "dho2_ds.pipeline.worlds",
+    "spectral_density": "dho2_ds.spectra",
     "spectrum": "dho2_ds.spectra",
 }
 

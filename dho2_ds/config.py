@@ -133,6 +133,12 @@ class DHO2Config(Settings):
         "null, true or false",
         "use null to let torch decide",
     )
+    log: str | None = setting(
+        None,
+        "File to which the main rank appends a JSON line per refresh, and what `optimizer.log` is given; null: none.",
+        "null or a path",
+        "write it as a text such as 'run/dho2.jsonl'",
+    )
     curvature: CurvatureConfig = setting(
         CurvatureConfig(),
         "How and when the eigenbasis is computed.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,8 +29,8 @@ def is_main() -> bool:
 
 def human_bytes(count: float) -> str:
     """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
@@ -85,6 +87,21 @@ def refresh_line(step: int, report: Refresh, lr_scale: float, age: int | None) -
     return text
 
 
+def refresh_record(stats: dict[str, Any], report: Refresh) -> dict[str, Any]:
+    """What the log keeps of one refresh."""
+    keys = ("rejected", "hvps", "eigenvalues", "next_eigenvalue", "lr_scale", "captured_fraction", "age")
+    found = {"step": stats["steps"], "accepted": report.accepted, "reason": report.reason or None}
+    return {**found, **{key: stats[key] for key in keys}, "refresh_seconds": report.seconds}
+
+
+def append_line(path: str, record: dict[str, Any]) -> None:
+    """Append one JSON line; on the main rank only."""
+    if is_main():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
 def write_events(engine: Any, stats: dict[str, Any], seconds: float) -> None:
     """Send ``Train/DHO2/*`` to DeepSpeed's monitors (TensorBoard, W&B, CSV) from rank 0, if any is on."""
     monitor = getattr(engine, "monitor", None)
@@ -94,7 +111,7 @@ def write_events(engine: Any, stats: dict[str, Any], seconds: float) -> None:
     events: list[tuple[str, float, int]] = [
         (f"Train/DHO2/eigenvalue_{i}", value, samples) for i, value in enumerate(stats["eigenvalues"])
     ]
-    for key in ("lr_scale", "captured_fraction", "age", "rejected", "hvps"):
+    for key in ("steps", "lr_scale", "captured_fraction", "age", "rejected", "hvps"):
         if stats[key] is not None:
             events.append((f"Train/DHO2/{key}", float(stats[key]), samples))
     events.append(("Train/DHO2/refresh_seconds", seconds, samples))

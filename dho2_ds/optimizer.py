@@ -22,10 +22,19 @@ from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host
 from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.monitor import chosen_route, is_main, logger, soap_line, summary_line
+from dho2_ds.monitor import (
+    append_line,
+    chosen_route,
+    is_main,
+    logger,
+    refresh_record,
+    soap_line,
+    summary_line,
+    write_events,
+)
 from dho2_ds.pipeline.worker import Batches, Worker
 from dho2_ds.pipeline.worlds import role
-from dho2_ds.refresher import Moment, Refresher, Source, tell
+from dho2_ds.refresher import Moment, Refresher, Source
 from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params
 from dho2_ds.soap_base import SoapOptimizer
@@ -45,8 +54,8 @@ class DHO2(CheckpointedOptimizer):
             nesterov.
         lr: learning rate of the base optimizer; schedulers act on it as on any torch optimizer.
         **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
-            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``fused`` and the dictionary ``curvature``; see
-            :class:`dho2_ds.DHO2Config` for each.
+            ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``fused``, ``log`` and the dictionary ``curvature``;
+            see :class:`dho2_ds.DHO2Config` for each.
 
     State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
     ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
@@ -158,6 +167,29 @@ class DHO2(CheckpointedOptimizer):
             "last_refresh": None if last is None else ("accepted" if last.accepted else last.reason),
             **(self._refresher.dedicated.stats() if self._refresher.dedicated is not None else {}),
         }
+
+    def log(self, **values: float | Tensor) -> None:
+        """Append a line with the number of steps taken and these values, such as ``loss=loss``, to the file ``log``.
+
+        Only the main rank writes, and reads the values (which synchronises with the device). ``dho2 report`` draws
+        ``loss``.
+
+        Raises:
+            ConfigError: the setting ``log`` was not given.
+        """
+        if self.config.log is None:
+            raise ConfigError("log=None: must be the path of a file to log to; set log='run/dho2.jsonl'")
+        if is_main():
+            append_line(self.config.log, {"step": self._step, **{name: float(value) for name, value in values.items()}})
+
+    def _tell(self, host: Host, report: Refresh) -> None:
+        """Send a refresh to the engine's monitors, if it has any, and to the log."""
+        stats = self.curvature_stats()
+        engine = getattr(host, "engine", None)
+        if engine is not None:
+            write_events(engine, stats, report.seconds)
+        if self.config.log is not None:
+            append_line(self.config.log, refresh_record(stats, report))
 
     def set_eigenbasis(self, eigenvectors: Tensor, eigenvalues: Sequence[float], next_eigenvalue: float = 0.0) -> None:
         """Install a given eigenbasis, as if a refresh had found it.
@@ -365,7 +397,7 @@ class DHO2(CheckpointedOptimizer):
         if self.config.num_eigenvectors:
             arrived = self._refresher.after_step(host, base, self._step)
             if arrived is not None:
-                tell(host, self.curvature_stats(), arrived)
+                self._tell(host, arrived)
             self._refresher.advance(self._step, has_source=self._source is not None)
 
     def _announce(self, host: Host) -> None:
@@ -396,7 +428,7 @@ class DHO2(CheckpointedOptimizer):
         """
         moment = self._moment()
         report = self._refresher.refresh(moment)
-        tell(moment.host, self.curvature_stats(), report)
+        self._tell(moment.host, report)
         return report
 
     def before_forward(self) -> None:
@@ -408,7 +440,7 @@ class DHO2(CheckpointedOptimizer):
             moment, before = self._moment(), self._refresher.last
             self._refresher.turn(moment)
             if self._refresher.last is not before and self._refresher.last is not None:
-                tell(moment.host, self.curvature_stats(), self._refresher.last)
+                self._tell(moment.host, self._refresher.last)
 
     def _check_curvature_rank(self) -> None:
         """Refuse settings under which there are no curvature ranks, on one: it would train."""

@@ -19,7 +19,7 @@ from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.curvature.spread import SpreadRefresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
-from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line, write_events
+from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line
 from dho2_ds.pipeline.dedicated import Dedicated
 
 
@@ -258,10 +258,3 @@ class Refresher:
     def give_up(self) -> None:
         """The engine's layout changed under a job: drop it; the next one falls due in its time."""
         self._job = None
-
-
-def tell(host: Host, stats: dict[str, Any], report: Refresh) -> None:
-    """Send a refresh to the engine's monitors, if it has any."""
-    engine = getattr(host, "engine", None)
-    if engine is not None:
-        write_events(engine, stats, report.seconds)

@@ -12,12 +12,32 @@ from torch import Tensor
 from dho2_ds.base import STEP, BaseOptimizer, Chunk, init_state
 from dho2_ds.config import SoapConfig
 from dho2_ds.hosts.owner import OwnerHost
+from dho2_ds.sharding.blocks import Block
 from dho2_ds.sharding.layout import Layout, Segment
 from dho2_ds.shards import Shard
 from dho2_ds.soap import SoapMatrix
 from dho2_ds.soap_state import SEEN, SoapEntries, block_shapes, signature
 
 _ALIGNMENT = 16  # elements: matrices start at multiples of 64 bytes
+
+
+def state_layouts(blocks: Sequence[Block], owners: Sequence[Layout]) -> list[Layout]:
+    """Where each rank's state of its blocks lies in its flat buffer, segments ``block/name``.
+
+    Args:
+        blocks: all blocks. owners: per rank the layout of the blocks that it owns.
+    """
+    by_name = {block.name: block for block in blocks}
+    layouts = []
+    for owned in owners:
+        segments, offset = [], 0
+        for segment in owned.segments:
+            for name, shape in block_shapes(by_name[segment.name]).items():
+                size = torch.Size(shape).numel()
+                segments.append(Segment(f"{segment.name}/{name}", 0, size, offset))
+                offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        layouts.append(Layout(tuple(segments), offset))
+    return layouts
 
 
 class SoapOptimizer(BaseOptimizer):
@@ -53,7 +73,7 @@ class SoapOptimizer(BaseOptimizer):
             if block.numel
             for name, shape in block_shapes(block).items()
         }
-        self.state_layouts = [self._layout(layout) for layout in host.layouts]
+        self.state_layouts = state_layouts(host.blocks, host.layouts)
         rank = host.reducer.rank
         self.buffer = torch.zeros(self.state_layouts[rank].numel, dtype=self.dtype, device=self.device)
         places = {segment.name: segment for segment in self.state_layouts[rank].segments}
@@ -72,16 +92,6 @@ class SoapOptimizer(BaseOptimizer):
                 self._matrices.append((shard, SoapMatrix(views)))
         if isinstance(before, SoapOptimizer):
             self._take_over(before)
-
-    def _layout(self, blocks: Layout) -> Layout:
-        segments, offset = [], 0
-        by_name = {block.name: block for block in self._host.blocks}
-        for owned in blocks.segments:
-            for name in block_shapes(by_name[owned.name]):
-                key = f"{owned.name}/{name}"
-                segments.append(Segment(key, 0, self.state_sizes[key], offset))
-                offset += -(-self.state_sizes[key] // _ALIGNMENT) * _ALIGNMENT
-        return Layout(tuple(segments), offset)
 
     def _take_over(self, before: SoapOptimizer) -> None:
         same = [[(s.offset, s.length) for s in layout.segments] for layout in self.state_layouts]

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="micro batch per rank (default: the configs')")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo.png"))
+    parser.add_argument("--json", action="store_true", help="print every evaluation of every run as JSON, not a table")
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)  # set on the ranks: the runs to train
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -325,12 +326,16 @@ def main() -> None:
     if args.plan is not None:
         train(args)
         return
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    # With --json stdout holds nothing else.
+    console = Console(width=None if sys.stdout.isatty() else 110, stderr=args.json)
     runs = plan(args)
     launch(args, runs, console)
     *sweep, dho2 = runs
     adamw = min(sweep, key=lambda run: run.final.loss if run.final.loss == run.final.loss else float("inf"))
-    console.print(table(adamw, dho2, args))
+    if args.json:
+        print(json.dumps({run.name: [asdict(point) for point in run.points] for run in runs}))
+    else:
+        console.print(table(adamw, dho2, args))
     plot(adamw, [run for run in sweep if run is not adamw], dho2, args.output)
     console.print(f"wrote {args.output}")
 

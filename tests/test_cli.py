@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from dho2_ds import _register, cli
+from dho2_ds.cli import demo, doctor
 
 runner = CliRunner()
 
@@ -85,7 +86,7 @@ def test_doctor_finds_locks_in_torchs_own_folder(tmp_path: Path, monkeypatch: py
     path = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     path.parent.mkdir(parents=True)
     path.touch()
-    assert cli._lock_files() == [path]
+    assert doctor._lock_files() == [path]
 
 
 def test_doctor_fails_when_the_name_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ``dho2 demo`` would have become, instead of becoming it."""
     calls: list[Any] = []
     (tmp_path / "demo.py").touch()
-    monkeypatch.setattr(cli, "_examples", lambda: tmp_path)
+    monkeypatch.setattr(demo, "_examples", lambda: tmp_path)
     monkeypatch.setattr(os, "execve", lambda *arguments: calls.append(arguments))
     return calls
 
@@ -160,7 +161,10 @@ def test_demo_passes_its_options_on(executed: list[Any], tmp_path: Path) -> None
 
 def test_demo_defaults(executed: list[Any], tmp_path: Path) -> None:
     assert runner.invoke(cli.app, ["demo"]).exit_code == 0
-    assert executed[0][1][2:] == ["--ranks", "2", "--stage", "2", "--output", "demo.png"]
+    assert runner.invoke(cli.app, ["demo", "--json"]).exit_code == 0
+    for _, command, _ in executed:
+        assert command[2:8] == ["--ranks", "2", "--stage", "2", "--output", "demo.png"]
+    assert [command[8:] for _, command, _ in executed] == [[], ["--json"]]
 
 
 @pytest.mark.parametrize("options", [["--ranks", "0"], ["--stage", "4"], ["--steps", "0"], ["--steps", "x"]])
@@ -170,7 +174,7 @@ def test_demo_refuses_nonsense(options: list[str], executed: list[Any]) -> None:
 
 
 def test_demo_without_a_checkout_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_examples", lambda: tmp_path)
+    monkeypatch.setattr(demo, "_examples", lambda: tmp_path)
     result = runner.invoke(cli.app, ["demo"])
     assert result.exit_code == 2
     assert "must exist, which it does in a checkout only; clone the repository" in result.output
@@ -181,7 +185,7 @@ def test_demo_really_replaces_the_process(tmp_path: Path) -> None:
     code = f"""if True:
         import pathlib, sys
         from dho2_ds import cli
-        cli._examples = lambda: pathlib.Path({str(tmp_path)!r})
+        cli.demo._examples = lambda: pathlib.Path({str(tmp_path)!r})
         cli.app(["demo", "--ranks", "1"])
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

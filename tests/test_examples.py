@@ -230,6 +230,16 @@ def test_step_cost(tmp_path: Path) -> None:
     assert all(0 < found["bytes_sent"] <= 2 * 4 * soap["n"] for found in soap["ranks"].values())
 
 
+@pytest.mark.slow
+def test_spectrum_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("curvlinops", reason="curvlinops-for-pytorch is not installed")
+    record, script = tmp_path / "rows.json", EXAMPLES / "benchmarks" / "spectrum.py"
+    launch([sys.executable, str(script), "--width", "4", "--density-steps", "20", "--json", str(record)], tmp_path)
+    rows = json.loads(record.read_text())
+    assert {row["method"].split(",")[0] for row in rows} == {"dho2_ds", "curvlinops", "curvlinops + eigsh"}
+    assert all(row["error"] < (1e-3 if row["what"].startswith("top") else 0.5) for row in rows), rows
+
+
 def pipeline(part: str, folder: Path) -> dict[str, Any]:
     """One part of the pipeline benchmark, in small; what it wrote."""
     script = EXAMPLES / "benchmarks" / "pipeline.py"

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from dho2_ds.curvature.eigenbasis import Eigenbasis
 from dho2_ds.curvature.hvp import Accumulate, Exact, FiniteDifference, Root
 from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Process, Reduce, Ritz, lanczos_process, run
 from dho2_ds.curvature.precision import Autocast
+from dho2_ds.curvature.probes import rademacher
 from dho2_ds.hosts.base import Host, Loss
-from dho2_ds.shards import running_offsets
+
+T = TypeVar("T")
 
 UNCONVERGED = 0.3
 """Drop a Ritz pair whose residual exceeds this fraction of |theta|: sin(angle) <= residual / gap (Davis-Kahan)."""
@@ -52,24 +55,6 @@ def default_lanczos_steps(k: int, numel: int) -> int:
     return max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
 
 
-def rademacher(host: Host, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n_local,) local +-1 entries that depend on the global element index only, so that no result depends on the
-    world size or the engine; padding is zero. A 64-bit mixing function of the index (the finaliser of splitmix64)."""
-    probe = torch.zeros(host.layout.numel, dtype=dtype, device=device)
-    begin = dict(zip(host.sizes, running_offsets(host.sizes.values()), strict=True))
-    for segment in host.layout.segments:
-        first = begin[segment.name] + segment.start
-        for low in range(0, segment.length, 1 << 20):
-            length = min(1 << 20, segment.length - low)
-            x = torch.arange(first + low, first + low + length, dtype=torch.int64, device=device)
-            x = (x + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-            x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-            x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
-            sign = ((x >> 63) & 1) * 2 - 1
-            probe[segment.offset + low : segment.offset + low + length] = sign.to(dtype)
-    return probe
-
-
 def start_vector(
     host: Host, hint: Tensor | None, old: Eigenbasis | None, reduce: Reduce, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -82,7 +67,7 @@ def start_vector(
     Returns:
         (n_local,) local. One all-reduce of two scalars.
     """
-    start = rademacher(host, dtype, device)
+    start = rademacher(host, dtype, device, names=host.sizes)
     start.mul_(_PROBE_WEIGHT / math.sqrt(max(host.numel, 1)))
     parts: list[Tensor] = [hint.to(dtype)] if hint is not None else []
     if old is not None:
@@ -149,16 +134,37 @@ def refresh(
     Returns:
         See :func:`refresh_process`.
     """
+
+    def make(accumulate: Accumulate, exact: Exact | None) -> Process[Outcome]:
+        return refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old)
+
+    return evaluate(host, losses, root, finite_difference, make, route=route, between=between)
+
+
+def evaluate(
+    host: Host,
+    losses: Sequence[Loss],
+    root: Root,
+    finite_difference: FiniteDifference,
+    make: Callable[[Accumulate, Exact | None], Process[T]],
+    *,
+    route: str,
+    between: Callable[[], None],
+) -> T:
+    """Run a process of products at the current weights, all at once; see :func:`refresh` for the arguments.
+
+    Args:
+        make: ``make(accumulate, exact)``: the process; ``exact`` is None on the route ``finite_difference``.
+    """
     autocast = Autocast()
     losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
-    with autocast.off(), host.evaluation():
+    with torch.no_grad(), autocast.off(), host.evaluation():
         exact = host.exact(losses, root) if route == "exact" else None
 
         def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:
             host.accumulate(losses, direction, eps, out)
 
-        process = refresh_process(host, accumulate, root, order, finite_difference, exact=exact, hint=hint, old=old)
-        return run(process, between)
+        return run(make(accumulate, exact), between)
 
 
 def refresh_process(

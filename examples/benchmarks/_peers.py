@@ -1,7 +1,7 @@
-"""The optimizers that are compared, each with a grid of its own: learning rates times variants of what matters most.
+"""The optimizers that are compared, each tuned on its own: over learning rates, and variants of what matters most.
 
-All see the same initial weights, batches, schedule and budget, and no weight decay. DHO2's grids have six trials and no
-variants, which is no more than any peer's. Sources: AdamW arXiv 1711.05101; Muon arXiv 2502.16982; SOAP 2409.11321;
+All see the same initial weights, batches, schedule and budget, and no weight decay. DHO2 has no variants, so no more
+trials than any peer. Sources: AdamW arXiv 1711.05101; Muon arXiv 2502.16982; SOAP 2409.11321;
 Shampoo 1802.09568, 2002.09018; K-FAC 1503.05671 in the inverse-free form of 2312.05705; Sophia 2305.14342; AdaHessian
 2006.00719; FOSI 2302.08484; DHO2 2505.00982.
 """
@@ -29,19 +29,21 @@ from torch import nn
 Settings = dict[str, Any]
 Build = Callable[[nn.Module, Task, Settings], Trainer]
 
-ADAM_RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
-SGD_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-MUON_RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1)
-HYBRID_RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
+ADAM_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
+MUON_RATES = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
+SGD_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+HESSIAN_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+FIRST_RATES = 6
+"""Learning rates of a peer that are tried whatever they give; see :func:`_runs.missing`."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """One way to train.
 
-    `variants` are merged into the settings, the first one is the usual one; `sized` gives settings that follow the
-    budget in steps. `first_order` marks those whose results set the target, `ours` DHO2. `refuses(task, model)` is the
-    reason why it cannot be used, or "".
+    `rates` are tried from the middle outwards. `variants` are merged into the settings, the first one is the usual one;
+    `sized` gives settings that follow the budget in steps. `first_order` marks those whose results set the target,
+    `ours` DHO2. `refuses(task, model)` is the reason why it cannot be used, or "".
     """
 
     name: str
@@ -58,11 +60,14 @@ class Peer:
         """All that a run is built from, which is also what its key is made of."""
         return {"lr": lr, **self.sized(task, steps), **(self.variants[0] if variant is None else variant)}
 
-    def grid(self, task: Task, steps: int) -> list[Settings]:
-        """Every trial, the variants one after the other, learning rates from the middle outwards."""
+    def outwards(self) -> list[float]:
+        """The learning rates from the middle outwards."""
         middle = (len(self.rates) - 1) / 2
-        rates = sorted(self.rates, key=lambda lr: abs(self.rates.index(lr) - middle))
-        return [self.settings(task, steps, lr, variant) for variant in self.variants for lr in rates]
+        return sorted(self.rates, key=lambda lr: abs(self.rates.index(lr) - middle))
+
+    def grid(self, task: Task, steps: int) -> list[Settings]:
+        """Everything that counts as a trial of this peer."""
+        return [self.settings(task, steps, lr, variant) for variant in self.variants for lr in self.outwards()]
 
 
 def _adamw(model: nn.Module, task: Task, settings: Settings) -> Trainer:
@@ -186,7 +191,7 @@ PEERS = {
             ADAM_RATES,
             ({"betas": [0.95, 0.95]}, {"betas": [0.9, 0.99]}),
         ),
-        Peer("dho2-soap", "DHO2 on SOAP", _hybrid, HYBRID_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
+        Peer("dho2-soap", "DHO2 on SOAP", _hybrid, ADAM_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
         Peer(
             "dho2-default",
             "DHO2 on SOAP, defaults",
@@ -196,13 +201,13 @@ PEERS = {
             _default_curvature,
             ours=True,
         ),
-        Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, HYBRID_RATES, ({"base": "adamw"},), _tuned_curvature, ours=True),
+        Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, ADAM_RATES, ({"base": "adamw"},), _tuned_curvature, ours=True),
         Peer("sgd", "SGD, momentum", _sgd, SGD_RATES, ({"momentum": 0.9}, {"momentum": 0.98}), first_order=True),
         Peer(
             "lbfgs",
             "L-BFGS",
             _lbfgs,
-            (0.1, 0.3, 0.5, 0.7, 1.0, 1.5),
+            (0.05, 0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0),
             tuple({"history_size": history} for history in (20, 100)),
             refuses=_only_full_batch,
         ),
@@ -221,8 +226,8 @@ PEERS = {
             tuple({"T": 5, "lr_cov": 0.05, "normalize_lr_cov": True, "damping": damping} for damping in (1e-3, 1e-2)),
             refuses=_only_with_layers_called_once,
         ),
-        Peer("sophia", "Sophia-H", _sophia, (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), ({"update_period": 10},)),
-        Peer("adahessian", "AdaHessian", _adahessian, (3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0), ({"update_period": 1},)),
+        Peer("sophia", "Sophia-H", _sophia, HESSIAN_RATES, ({"update_period": 10},)),
+        Peer("adahessian", "AdaHessian", _adahessian, HESSIAN_RATES, ({"update_period": 1},)),
         Peer("fosi-adam", "FOSI on Adam", _hybrid, ADAM_RATES, ({"base": "adam"},), _fosi_defaults),
         Peer("fosi-sgd", "FOSI on SGD", _hybrid, SGD_RATES, ({"base": "sgd", "momentum": 0.9},), _fosi_defaults),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 from _peers import PEERS, Peer
-from _runs import Record, Store, at_fraction, best, cost_of, plan, trials
+from _runs import Record, Store, at_fraction, best, cost_of, trials
 from _tasks import Task
 from _trainers import HVP_GRADIENTS
 
@@ -45,7 +45,6 @@ class Row:
     """A peer on a task: its trials at seed 0, and the runs of the best setting, one per seed."""
 
     peer: Peer
-    grid: int
     tried: list[Record]
     chosen: list[Record]
 
@@ -64,7 +63,7 @@ def rows_of(task: Task, records: list[Record], steps: int) -> list[Row]:
         chosen = sorted((r for r in tried if r["settings"] == settings), key=lambda r: r["seed"])
         first = [r for r in tried if r["seed"] == 0]
         if first:
-            rows.append(Row(peer, len(plan(task, peer, steps)), first, chosen))
+            rows.append(Row(peer, first, chosen))
     return rows
 
 
@@ -105,7 +104,7 @@ def _spreads(costs: list[dict[str, float]], runs: int) -> list[str]:
 def _line(row: Row, target: float | None) -> str:
     peer, chosen = row.peer, row.chosen
     if not chosen:
-        cells = [peer.title, "all diverged", *["-"] * 10, f"{len(row.tried)} of {row.grid}", "0"]
+        cells = [peer.title, "all diverged", *["-"] * 10, str(len(row.tried)), "0"]
         return f"| {' | '.join(cells)} |"
     settings = chosen[0]["settings"]
     edge = len(peer.rates) > 1 and settings["lr"] in (peer.rates[0], peer.rates[-1])
@@ -124,7 +123,7 @@ def _line(row: Row, target: float | None) -> str:
         f"{statistics.median(r['cpu_s'] for r in chosen):.1f}",
         f"{max(r['state_bytes'] / r['parameters'] for r in chosen):.0f}",
         f"{reaching[0]:g} to {reaching[-1]:g}" if reaching else "-",
-        f"{len(row.tried)} of {row.grid}",
+        str(len(row.tried)),
         str(len(chosen)),
     ]
     return f"| {' | '.join(cells)} |"

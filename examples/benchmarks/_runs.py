@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _peers import PEERS, Peer, Settings
+from _peers import FIRST_RATES, PEERS, Peer, Settings
 from _tasks import REVISION, TASKS, Data, Task, schedule
 from _trainers import Trainer
 from torch import nn
@@ -195,36 +195,69 @@ class Store:
         return self.folder / f"{task}.jsonl"
 
 
-def plan(task: Task, peer: Peer, steps: int) -> list[Settings]:
-    """The trials of a peer's grid on a task, none where it does not apply."""
-    return [] if peer.refuses(task, task.build()) else peer.grid(task, steps)
-
-
 def missing(
     tasks: list[Task], peers: list[Peer], store: Store, steps: int | None, seeds: int, first: int | None = None
 ) -> Iterator[Run]:
-    """Runs that are not recorded, in a sensible order; the records are read anew at each stage.
+    """Runs that are not recorded, in a sensible order; the caller records each before it asks for the next.
 
-    First the learning rates of each peer's usual variant, then the other variants, then further seeds of each peer's
-    best setting. `first` keeps to the first so many trials of each grid.
+    First each peer's usual variant: the middle `FIRST_RATES` of its learning rates, and on beyond an end while the best
+    is there. Then every other variant at the best of these and its neighbours, then further seeds of the best setting.
+    `first` keeps to the first so many trials of each peer.
     """
-    for stage in ("rates", "variants", *range(1, seeds)):
+    for stage in range(seeds + 1):  # learning rates, variants, seeds 1, 2...
         for task in tasks:
             budget = steps or task.steps
-            for peer in peers:
-                grid = plan(task, peer, budget)[:first]
-                count = len(peer.rates)
-                wanted = grid[:count] if stage == "rates" else grid[count:] if stage == "variants" else None
-                runs = [Run(task.name, peer.name, settings, 0, budget) for settings in wanted or []]
-                if wanted is None:
-                    chosen = best(store.records(task.name), peer, task, budget)
-                    runs = [Run(task.name, peer.name, chosen, int(stage), budget)] if chosen else []
-                known = store.keys(task.name)
-                yield from (run for run in runs if run.key not in known)
+            for peer in (peer for peer in peers if applies(task, peer)):
+                for settings in _wanted(task, peer, budget, store, stage, first):
+                    run = Run(task.name, peer.name, settings, max(0, stage - 1), budget)
+                    if run.key not in store.keys(task.name):
+                        yield run
+
+
+def applies(task: Task, peer: Peer) -> bool:
+    return not peer.refuses(task, task.build())
+
+
+def _wanted(task: Task, peer: Peer, steps: int, store: Store, stage: int, first: int | None) -> Iterator[Settings]:
+    """The settings that a stage asks for; what is recorded meanwhile decides how it goes on."""
+    usual, *others = peer.variants
+    if stage > 1:
+        chosen = best(store.records(task.name), peer, task, steps)
+        yield from [chosen] if chosen else []
+    elif stage == 1:
+        if first is None:
+            near = _around(peer, _best_rate(task, peer, steps, store))
+            yield from (peer.settings(task, steps, lr, variant) for variant in others for lr in near)
+    else:
+        middle = peer.outwards()[: first or FIRST_RATES]
+        yield from (peer.settings(task, steps, lr, usual) for lr in middle)
+        while first is None:
+            tried = {r["settings"]["lr"] for r in _usual(task, peer, steps, store)}
+            beyond = [lr for lr in _around(peer, _best_rate(task, peer, steps, store)) if lr not in tried]
+            if not beyond:
+                return
+            yield from (peer.settings(task, steps, lr, usual) for lr in beyond)
+
+
+def _usual(task: Task, peer: Peer, steps: int, store: Store) -> list[Record]:
+    """What is recorded of a peer's usual variant at seed 0."""
+    found = trials(store.records(task.name), peer, task, steps)
+    return [r for r in found if r["seed"] == 0 and r["settings"] == peer.settings(task, steps, r["settings"]["lr"])]
+
+
+def _best_rate(task: Task, peer: Peer, steps: int, store: Store) -> float | None:
+    ended = [r for r in _usual(task, peer, steps, store) if r["final"] is not None]
+    return min(ended, key=lambda r: r["final"])["settings"]["lr"] if ended else None
+
+
+def _around(peer: Peer, lr: float | None) -> list[float]:
+    """A learning rate and its neighbours; where all have diverged, the least one."""
+    index = 0 if lr is None else peer.rates.index(lr)
+    return list(peer.rates[max(0, index - 1) : index + 2])
 
 
 def trials(records: list[Record], peer: Peer, task: Task, steps: int) -> list[Record]:
-    """What is recorded of a peer's grid; runs with other settings do not count as tuning."""
+    """What is recorded of a peer; runs with other settings do not count as tuning."""
     grid = peer.grid(task, steps)
     return [r for r in records if r["peer"] == peer.name and r["steps"] == steps and r["settings"] in grid]
 

@@ -1,11 +1,11 @@
-"""Steps, gradients and seconds that optimizers need to reach a target on real tasks, each peer tuned over its own grid.
+"""Steps, gradients and seconds that optimizers need to reach a target on real tasks, each peer tuned on its own.
 
 python examples/benchmarks/time_to_target.py list
 python examples/benchmarks/time_to_target.py run --task burgers --peer soap --lr 1e-2 --seeds 3
 python examples/benchmarks/time_to_target.py sweep --task burgers --task mlp --minutes 30
 python examples/benchmarks/time_to_target.py report
 
-`run` makes (or makes again) the runs it names; `sweep` makes what is missing of the grids until the time is out, and
+`run` makes (or makes again) the runs it names; `sweep` makes what is missing of the search until the time is out, and
 goes on from there when called again; `report` writes tables and pictures. Records are JSON lines in `results/` beside
 this file, one per run. Data comes from the registries' packages, see `examples/data.py`. A peer is tuned at seed 0 by
 its final value; the best setting gets further seeds.
@@ -135,7 +135,7 @@ def show() -> None:
 def run(
     task: Annotated[list[str], typer.Option(help="a task, may be repeated")],
     peer: Annotated[list[str], typer.Option(help="a peer, may be repeated")],
-    lr: Annotated[list[float] | None, typer.Option(help="learning rates; default: the peer's grid")] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="learning rates; default: all of the peer's")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value, on top of the usual variant")] = None,
     seeds: Seeds = 1,
     steps: Steps = None,
@@ -158,11 +158,11 @@ def sweep(
     peer: PeerNames = None,
     minutes: Annotated[float, typer.Option(help="start no run after so many minutes")] = 30.0,
     seeds: Seeds = 3,
-    trials: Annotated[int | None, typer.Option(min=1, help="only the first so many of each grid")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="only the first so many of each peer")] = None,
     steps: Steps = None,
     results: Results = RESULTS,
 ) -> None:
-    """Make the runs that are missing: grids at seed 0, then further seeds of the best settings."""
+    """Make the runs that are missing: a search at seed 0, then further seeds of the best settings."""
     store = Store(results)
     runs = missing(_pick(task, TASKS, "task"), _pick(peer, PEERS, "peer"), store, steps, seeds, trials)
     count = _make(runs, store, time.monotonic() + 60 * minutes)

@@ -1,4 +1,4 @@
-"""The ``dho2`` command: the demonstration, curvature ranks for a running job, and a check of the environment."""
+"""``dho2 doctor``: a check of the environment, which changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,71 +23,11 @@ from rich.text import Text
 import dho2_ds
 from dho2_ds import _register
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train with DHO2 and look at what it does.")
-
 STALE_LOCK_SECONDS = 15 * 60
 """An older lock of torch's extension builder is a killed build's: DeepSpeed's CPU extension needs 1-3 minutes."""
 
 OLDEST = {"torch": (2, 6), "deepspeed": (0, 16)}
 """Oldest releases supported, as in the package's requirements."""
-
-
-@app.callback()
-def main() -> None:
-    """Train with DHO2 and look at what it does."""
-
-
-def _examples() -> Path:
-    """Return where a checkout (an editable installation) has its examples."""
-    return Path(dho2_ds.__file__).resolve().parent.parent / "examples"
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(
-    context: typer.Context,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes to train on.")] = 2,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps; the example's own number if absent.")
-    ] = None,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 2,
-    output: Annotated[Path, typer.Option(help="Picture to write.")] = Path("demo.png"),
-) -> None:
-    """Train the example of a checkout under DeepSpeed and draw the result. Further options go to the example."""
-    script = _examples() / "demo.py"
-    if not script.is_file():
-        typer.echo(
-            f"demo={script}: must exist, which it does in a checkout only; "
-            "clone the repository and run `make demo` there, or `pip install -e .` and this command",
-            err=True,
-        )
-        raise typer.Exit(2)
-    command = [sys.executable, str(script), "--ranks", str(ranks), "--stage", str(stage), "--output", str(output)]
-    if steps is not None:
-        command += ["--steps", str(steps)]
-    # `deepspeed` and `ninja` lie beside this interpreter, whose folder need not be on PATH.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    sys.stdout.flush()
-    os.execve(sys.executable, command + context.args, {**os.environ, "PATH": path})
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def join(
-    context: typer.Context,
-    run_file: Annotated[Path, typer.Argument(help="The training job's run file; its log says where it is.")],
-) -> None:
-    """Start curvature ranks for a running training job: `dho2 join run.json torchrun --nproc_per_node 2 train.py`."""
-    try:
-        found = json.loads(run_file.read_text())
-        environment = {name: str(found[name]) for name in ("DHO2_JOIN", "DHO2_JOB_TOKEN")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        typer.echo(f"run_file={run_file}: must be the training job's run file ({error}); see its log", err=True)
-        raise typer.Exit(2) from error
-    if not context.args or shutil.which(context.args[0]) is None:
-        command = " ".join(context.args) or "(nothing)"
-        typer.echo(f"command={command}: must be the training script's own, e.g. torchrun train.py", err=True)
-        raise typer.Exit(2)
-    sys.stdout.flush()
-    os.execvpe(context.args[0], context.args, {**os.environ, **environment})
 
 
 @dataclass(frozen=True)
@@ -191,7 +130,6 @@ def examine() -> list[Check]:
     return checks
 
 
-@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check the environment; exit code 1 when something would break a run."""
     checks = examine()
