@@ -1,6 +1,7 @@
 # Every target works from a bare clone: the first one that runs makes .venv (needs Python >= 3.10 and a C++ compiler).
 #   make demo      train the example on two processes and draw the result (ARGS='--steps 200' adds options)
-#   make test      lint, types and the quick tests;  make test-all adds the slow ones (ARGS='-k name' adds pytest options)
+#   make test      lint, types and the quick tests (ARGS='-k name' adds pytest options)
+#   make test-all  all tests; installs Hugging Face's and Lightning's packages and an MPI first (about 300 MB)
 #   make lint      lint and types;  make format  applies the formatter
 #   make bench     the cost of a step beside AdamW's
 #   make bench-sweep   optimizers on real tasks, as many runs as fit into MINUTES=30 (ARGS='--task burgers'); resumable
@@ -14,6 +15,7 @@ MINUTES ?= 30
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.dho2-installed
+STAMP_ALL := $(STAMP)-all
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 # `deepspeed`, `ninja` and `mpirun` are looked up by name, also by processes that a test starts.
@@ -60,13 +62,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[deepspeed,test,bench]'; \
 	touch $@
 
+# What only slow tests need.
+$(STAMP_ALL): $(STAMP)
+	@$(LOCK); set -e; \
+	if [ -e $@ ] && [ $@ -nt $(STAMP) ]; then exit 0; fi; \
+	echo "installing the extras hf, lightning and mpi"; \
+	$(PIP_INSTALL) -e '.[deepspeed,test,bench,hf,lightning,mpi]'; \
+	touch $@
+
 demo: $(STAMP)
 	@$(ACCELERATOR); $(VENV)/bin/dho2 demo $(ARGS)
 
 test: lint
 	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 $(ARGS)
 
-test-all: lint bench-smoke
+test-all: $(STAMP_ALL) lint bench-smoke
 	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 -m '' $(ARGS)
 
 lint: $(STAMP)

@@ -19,6 +19,10 @@ from dho2_ds.pipeline.worlds import role
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> scalar``: the mean training loss of one batch, computed by calling ``model``."""
 
+_SHARE = "num_items_in_batch"
+"""Argument that Hugging Face's Trainer adds: with it a model returns its share of a whole step's loss, a sum divided by
+the items of all ranks and micro-batches, and without it the mean, which is what curvature has to be of."""
+
 
 def attach(
     model: nn.Module,
@@ -45,6 +49,7 @@ def attach(
         ConfigError: the model or engine is not supported, naming the setting and the way out.
         TypeError: ``optimizer`` is missing or not a DHO2 optimizer.
     """
+    model = getattr(model, "_forward_module", model)  # what Lightning Fabric's wrapper calls
     if optimizer is None:
         if not is_engine(model):
             raise TypeError("optimizer=None: must be given unless model is a DeepSpeed engine; pass the DHO2 optimizer")
@@ -106,17 +111,20 @@ def _follow(wrapper: torch.optim.Optimizer, owner: DHO2) -> None:
 
 
 def as_dho2(optimizer: object) -> DHO2:
-    """Look through DeepSpeed's, Accelerate's and ZeroRedundancyOptimizer's wrappers.
+    """Look through DeepSpeed's, Accelerate's, Lightning's and ZeroRedundancyOptimizer's wrappers.
 
     Raises:
         TypeError: there is no DHO2 optimizer inside.
     """
     candidate: Any = optimizer
     for _ in range(4):
-        if isinstance(candidate, DHO2):
-            return candidate
         inner = (getattr(candidate, name, None) for name in ("basic_optimizer", "optimizer", "optim"))
-        candidate = next((found for found in inner if found is not None), None)
+        found = next((one for one in inner if one is not None), None)
+        if found is None:
+            break
+        candidate = found
+    if isinstance(candidate, DHO2):  # asked of the innermost: Lightning's wrappers say that they are one
+        return candidate
     raise TypeError(f"optimizer={type(optimizer).__name__}: must be a DHO2 optimizer; build dho2_ds.DHO2(...)")
 
 
@@ -131,12 +139,15 @@ class LossSource:
     def __init__(self, loss_fn: LossFunction | None, data: Iterable[Any] | None, batches: int) -> None:
         self.loss_fn, self.data, self.batches = loss_fn, data, batches
         self._recent: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=batches)
+        self._again: Callable[[], None] = lambda: None
         self._iterator: Iterator[Any] | None = None
 
-    def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the arguments of a training forward (references, not copies; at most ``batches`` of them)."""
+    def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], None]) -> None:
+        """Note the arguments of a training forward (references, not copies; at most ``batches`` of them), and what is
+        to be called before each replay."""
+        self._again = again
         if self.data is None:
-            self._recent.append((args, kwargs))
+            self._recent.append((args, {name: value for name, value in kwargs.items() if name != _SHARE}))
 
     def losses(self) -> Sequence[Loss]:
         """The closures of one refresh; every one gives the same value whenever it is called at the same weights."""
@@ -149,7 +160,7 @@ class LossSource:
                 "pass loss_fn=... and data=... to dho2_ds.attach"
             )
         if self.loss_fn is None:
-            return [_loss_of_output(args, kwargs) for args, kwargs in self._recent]
+            return [_loss_of_output(args, kwargs, self._again) for args, kwargs in self._recent]
         return [_loss_of_batch(self.loss_fn, _as_batch(args, kwargs)) for args, kwargs in self._recent]
 
     def arguments(self) -> list[Any] | None:
@@ -191,8 +202,9 @@ def _loss_of_batch(loss_fn: LossFunction, batch: Any) -> Loss:
     return lambda model: loss_fn(model, batch)
 
 
-def _loss_of_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
+def _loss_of_output(args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], None]) -> Loss:
     def loss(model: nn.Module) -> Tensor:
+        again()
         output = model(*args, **kwargs)
         found: Any = output
         if isinstance(output, Mapping):
@@ -213,6 +225,21 @@ def _loss_of_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     return loss
 
 
+def _same_forward(module: nn.Module) -> Callable[[], None]:
+    """A function that makes the next call of a wrapper do what the present one does.
+
+    Lightning's Trainer has ``training_step`` run in the place of the inner module's ``forward``, for one call only.
+    """
+    parts: list[Any] = [module, getattr(module, "module", None)]
+    patched = [(part, part.__dict__["forward"]) for part in parts if "forward" in getattr(part, "__dict__", {})]
+
+    def again() -> None:
+        for part, forward in patched:
+            part.forward = forward
+
+    return again
+
+
 class _RefreshHook:
     """Forward pre-hook of the outermost module: refresh when due, before the first training forward after the step.
 
@@ -225,8 +252,10 @@ class _RefreshHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._optimizer.refreshing or not module.training or not torch.is_grad_enabled():
             return
-        self._source.remember(args, kwargs)
+        again = _same_forward(module)
+        self._source.remember(args, kwargs, again)
         self._optimizer.before_forward()
+        again()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model (weight averaging, saving whole modules) leaves the optimizer behind."""

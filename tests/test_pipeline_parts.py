@@ -25,11 +25,33 @@ from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.pipeline import supervisor
 from dho2_ds.pipeline.batches import announce, decode, encode, receive_tensors
-from dho2_ds.pipeline.door import split_address
+from dho2_ds.pipeline.door import own_host, split_address
 from dho2_ds.pipeline.plan import covers, intervals_from_json, layout_from_json, layout_to_json, routes
 from dho2_ds.pipeline.session import BadResult, Job, Session
 from dho2_ds.pipeline.wire import Link, LinkError, dtype_named
+from dho2_ds.pipeline.worlds import _meeting_point
 from dho2_ds.sharding.layout import Layout, flat_slices, parameter_chunks, replicated
+
+
+def test_a_name_at_loopback_is_not_where_other_machines_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The route out of this machine tells an interface's address independently; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no route to another one")
+        outside = probe.getsockname()[0]
+    addresses = []
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert own_host("127.0.1.1") == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    with pytest.raises(RuntimeError, match="MASTER_ADDR: must be set"):
+        _meeting_point(several=True)
+    for _, interface in socket.if_nameindex():
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        addresses.append(own_host("127.0.1.1"))
+    assert outside in addresses
 
 
 @pytest.fixture

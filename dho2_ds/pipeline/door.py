@@ -7,13 +7,16 @@ for its collectives, but nobody who merely reaches the port gets in.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -30,6 +33,7 @@ PROTOCOL = 1
 SHAKE_TIMEOUT = 10.0
 _GREETING = 4096  # bytes of JSON that a stranger may send
 _GUESTS = 16  # handshakes at once
+_SIOCGIFADDR = 0x8915  # of Linux, which the `socket` module has no name for: address of an interface
 
 
 class Refused(RuntimeError):
@@ -202,10 +206,32 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def own_host(towards: str | None) -> str:
-    """The address of this machine's interface towards a host (the rendezvous'); loopback without one."""
+    """The address of this machine's interface towards a host (the rendezvous'); loopback without one.
+
+    Where that host is this machine, its name is often at loopback, which no other machine can reach. Then it is the
+    address of the interface that ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names, if one does.
+    """
     if not towards:
         return "127.0.0.1"
     family, kind, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)  # sends nothing
-        return str(probe.getsockname()[0])
+        found = str(probe.getsockname()[0])
+    return _of_interface() or found if is_loopback(found) else found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself reaches an address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _of_interface() -> str | None:
+    """The IPv4 address of the interface that the collectives were told to use."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    name = named.split(",")[0].lstrip("=")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # there is none of that name: a prefix, say, as NCCL allows
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -90,6 +90,7 @@ class Joiner:
 
     def _look(self) -> dict[str, Any]:
         """What rank 0 finds at the training side's first door."""
+        address = None
         try:
             address = meeting.address_to_join()
             if address is None:
@@ -107,6 +108,13 @@ class Joiner:
             self._silent_since = self._silent_since or now
             patience = _REFUSING if isinstance(error, ConnectionRefusedError) else _SILENT
             gone = now > self._silent_since + patience
+            if gone and not self._before:
+                logger.warning(
+                    "training rank 0 has ended, or cannot be reached at %s from here (%s); in the latter case set "
+                    "curvature.address, or name the interface in GLOO_SOCKET_IFNAME",
+                    address,
+                    error,
+                )
             return {"gone": True} if gone else {"wait": f"their door does not answer: {error}"}
 
     def _connect(self, doors: Sequence[str], session: int) -> Joined | None:

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dho2_ds.config import ConfigError, parse_config
 from dho2_ds.pipeline import supervisor
-from dho2_ds.pipeline.door import JOIN, TOKEN, new_token
+from dho2_ds.pipeline.door import JOIN, TOKEN, is_loopback, new_token, own_host
 
 Role = Literal["training", "curvature"]
 
@@ -212,8 +212,8 @@ def _find_launcher() -> None:
         except ImportError as error:
             raise RuntimeError("started by MPI: mpi4py must be installed; pip install 'dho2-ds[mpi]'") from error
         world = MPI.COMM_WORLD
-        host, port = world.bcast(_meeting_point(), root=0)
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
+        host, port = world.bcast(_meeting_point(several=local.Get_size() < world.Get_size()), root=0)
         # Open MPI numbers the processes of a machine in another order than the world; DeepSpeed compares with it.
         local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or str(local.Get_rank())
         os.environ.update(
@@ -227,15 +227,20 @@ def _find_launcher() -> None:
             local.Free()
             MPI.Finalize()
         return
-    host, port = _meeting_point()
+    host, port = _meeting_point(several=False)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port))
 
 
-def _meeting_point() -> tuple[str, int]:
+def _meeting_point(*, several: bool) -> tuple[str, int]:
+    """Where the first process serves the store; ``several``: machines."""
     with socket.create_server(("", 0)) as probe:
         port = int(probe.getsockname()[1])
-    several = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    host = os.environ.get("MASTER_ADDR") or (socket.gethostbyname(socket.gethostname()) if several else "127.0.0.1")
+    host = os.environ.get("MASTER_ADDR") or own_host(socket.gethostname() if several else None)
+    if several and not os.environ.get("MASTER_ADDR") and is_loopback(host):
+        raise RuntimeError(
+            f"MASTER_ADDR: must be set, since {socket.gethostname()} is {host} to itself; "
+            "name an address that the other machines reach, or the interface in GLOO_SOCKET_IFNAME"
+        )
     return host, int(os.environ.get("MASTER_PORT", port))
 
 
