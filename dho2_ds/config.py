@@ -117,10 +117,10 @@ class DHO2Config(Settings):
         "use 0 for the base optimizer alone",
     )
     newton_lr: NonNegative = setting(
-        0.1,
+        0.3,
         "Damping of the Newton step inside the eigenvectors' span; follows the schedule of lr.",
         "a finite number >= 0",
-        "use 0.1 if unsure, or num_eigenvectors=0 to train without the Newton step",
+        "use 0.3 if unsure, or num_eigenvectors=0 to train without the Newton step",
     )
     max_lr_scale: Annotated[Finite, Field(ge=1)] = setting(
         3.0,
@@ -129,10 +129,10 @@ class DHO2Config(Settings):
         "use 1 to leave lr as it is",
     )
     lr_fraction: Annotated[Finite, Field(gt=0, le=1)] = setting(
-        0.5,
+        0.25,
         'With `"lr": "auto"`: lr as a share of the largest stable one outside the eigenvectors\' span.',
         "a number in (0, 1]",
-        "use 0.5 if unsure, a smaller one where training is unstable",
+        "use 0.25 if unsure, a smaller one where training is unstable",
     )
     fused: Bool | None = setting(
         None,

@@ -30,7 +30,7 @@ class Reference:
         k: eigenvectors kept; 0 is the plain base optimizer.
         newton_lr: alpha at the initial learning rate.
         max_lr_scale: upper bound of s. lr_fraction: s is instead what makes lr * s this share of the largest stable
-            learning rate outside the eigenvectors; at most 10 times the s before at the first refresh, 2 times later,
+            learning rate outside the eigenvectors; at most 10 times the s before at the first refresh, 1.25 times later,
             at least a quarter of it.
         warmup_steps, interval: a refresh is due after step t = max(1, warmup_steps) and every `interval` steps from
             there on, or after `first_interval` steps, twice as many, and so on, until it is `interval`.
@@ -178,7 +178,7 @@ class Reference:
             else:
                 stable = 2 * (1 + self.beta1) / (1 - self.beta1)
             wanted = self.lr_fraction * stable / max(self.next_eigenvalue, 1e-3 * first) / self.lr_ref_0
-            return min(max(wanted, self.scale / 4, 1e-3), self.scale * (2 if self.refreshes else 10), 1e3)
+            return min(max(wanted, self.scale / 4, 1e-3), self.scale * (1.25 if self.refreshes else 10), 1e3)
         if self.rule == "fosi" and self.base != "sgd":
             return 1.0
         below = last if self.rule == "fosi" else self.next_eigenvalue

@@ -26,6 +26,8 @@ from char_gpt import CharGPT
 from pinn_burgers import Burgers
 from torch import nn
 
+from dho2_ds.learning_rate import START
+
 Settings = dict[str, Any]
 Build = Callable[[nn.Module, Task, Settings], Trainer]
 
@@ -128,6 +130,10 @@ def _hybrid(model: nn.Module, task: Task, settings: Settings) -> Trainer:
     return HybridTrainer(model, settings, clip=task.clip)
 
 
+def _auto(model: nn.Module, task: Task, settings: Settings) -> Trainer:
+    return HybridTrainer(model, {**settings, "lr": "auto"}, clip=task.clip)
+
+
 def _hvp(task: Task) -> str:
     return "exact" if task.exact else "auto"
 
@@ -138,16 +144,18 @@ def _fosi_defaults(task: Task, steps: int) -> Settings:
     return {"rule": "fosi", "num_eigenvectors": 5, "newton_lr": 0.1, "max_lr_scale": 3.0, "curvature": curvature}
 
 
+EARLY = {"warmup_steps": 10, "first_interval": 10}
+
+
 def _tuned_curvature(task: Task, steps: int) -> Settings:
-    """Twenty refreshes a run; k, damping and Lanczos steps as in the README's table of the Burgers network."""
-    period = max(1, steps // 20)
-    curvature = {"warmup_steps": period, "interval": period, "lanczos_steps": 24, "hvp": _hvp(task)}
-    return {"num_eigenvectors": 16, "newton_lr": 0.3, "max_lr_scale": 3.0, "curvature": curvature}
+    """Sixteen eigenvectors; refreshes at first at doubling distances, then ten a run."""
+    curvature = {**EARLY, "interval": max(1, steps // 10), "lanczos_steps": 24, "hvp": _hvp(task)}
+    return {"num_eigenvectors": 16, "newton_lr": 0.3, "curvature": curvature}
 
 
-def _default_curvature(task: Task, steps: int) -> Settings:
-    """The package's defaults as they are; products are exact where the task needs it."""
-    return {"curvature": {"hvp": _hvp(task)}}
+def _one_setting(task: Task, steps: int) -> Settings:
+    """The same for every task, whatever its length; products are exact where the task needs it."""
+    return {"newton_lr": 0.3, "curvature": {**EARLY, "interval": 100, "lanczos_steps": 16, "hvp": _hvp(task)}}
 
 
 def _only_full_batch(task: Task, model: nn.Module) -> str:
@@ -192,15 +200,8 @@ PEERS = {
             ({"betas": [0.95, 0.95]}, {"betas": [0.9, 0.99]}),
         ),
         Peer("dho2-soap", "DHO2 on SOAP", _hybrid, ADAM_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
-        Peer(
-            "dho2-default",
-            "DHO2 on SOAP, defaults",
-            _hybrid,
-            (3e-3,),
-            ({"base": "soap"},),
-            _default_curvature,
-            ours=True,
-        ),
+        Peer("dho2-one", "DHO2 on SOAP, one setting", _hybrid, (1e-2,), ({"base": "soap"},), _one_setting, ours=True),
+        Peer("dho2-auto", "DHO2 on SOAP, lr auto", _auto, (START,), ({"base": "soap"},), _one_setting, ours=True),
         Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, ADAM_RATES, ({"base": "adamw"},), _tuned_curvature, ours=True),
         Peer("sgd", "SGD, momentum", _sgd, SGD_RATES, ({"momentum": 0.9}, {"momentum": 0.98}), first_order=True),
         Peer(
