@@ -30,8 +30,8 @@ class Reference:
         k: eigenvectors kept; 0 is the plain base optimizer.
         newton_lr: alpha at the initial learning rate.
         max_lr_scale: upper bound of s. lr_fraction: s is instead what makes lr * s this share of the largest stable
-            learning rate outside the eigenvectors; at most 10 times the s before at the first refresh, 1.25 times later,
-            at least a quarter of it.
+            learning rate outside the eigenvectors; at most 10 times the s before at the first refresh, 1.25 times
+            later, at least a quarter of it.
         warmup_steps, interval: a refresh is due after step t = max(1, warmup_steps) and every `interval` steps from
             there on, or after `first_interval` steps, twice as many, and so on, until it is `interval`.
         clip: largest global norm of the gradient, as DeepSpeed clips it.

@@ -154,5 +154,6 @@ class SoapReference(Reference):
         w = self._decayed(w)
         step = -self._lr() * self.scale * self._base_direction(g, w)
         c = self.Q @ self.root(self.direction)
-        a = (self._lr_ref() * self.scale - self._alpha() / self._floored()) * c
+        reach = torch.tensor(self._lr_ref() * self.scale, dtype=torch.float64)
+        a = (reach - torch.minimum(self._alpha() / self._floored(), reach)) * c
         return w + step + self.root(self.Q.T @ a)

@@ -29,7 +29,7 @@ def test_defaults() -> None:
     assert config == DHO2Config()
     assert (config.lr, config.base, config.rule) == (1e-3, "adamw", "adaptive")
     assert (config.betas, config.eps, config.fused) == ((0.9, 0.999), 1e-8, None)
-    assert (config.num_eigenvectors, config.newton_lr, config.max_lr_scale) == (8, 0.1, 3.0)
+    assert (config.num_eigenvectors, config.newton_lr, config.max_lr_scale) == (8, 0.3, 3.0)
     assert config.curvature == CurvatureConfig(
         mode="inline",
         hvp="auto",
@@ -55,7 +55,7 @@ def test_the_documented_json_is_accepted() -> None:
     curvature = {"mode": "inline", "hvp": "auto", "lanczos_steps": None, "warmup_steps": 100, "interval": 100}
     curvature |= {"batches": 1, "eigenvector_dtype": "float32", "max_age": None}
     params = {"lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "base": "adamw"}
-    params |= {"rule": "adaptive", "num_eigenvectors": 8, "newton_lr": 0.1, "max_lr_scale": 3.0}
+    params |= {"rule": "adaptive", "num_eigenvectors": 8, "newton_lr": 0.3, "max_lr_scale": 3.0}
     assert parse_config({**params, "curvature": curvature}).lr == 3e-3
 
 
@@ -82,6 +82,7 @@ BAD: list[tuple[str, list[Any]]] = [
     ("num_eigenvectors", [-1, 1.5, True, False, "8", None, math.inf]),
     ("newton_lr", [-0.1, math.nan, True]),
     ("max_lr_scale", [0.99, math.inf, True]),
+    ("lr_fraction", [0, 1.01, None, True]),
     ("fused", [1, "true"]),
     ("curvature", [5, "inline", []]),
     ("curvature.mode", ["elsewhere", "Spread", None]),
@@ -90,6 +91,8 @@ BAD: list[tuple[str, list[Any]]] = [
     ("curvature.lanczos_steps", [1, True, 20.5]),
     ("curvature.warmup_steps", [-1, None, True]),
     ("curvature.interval", [0, None, True, 0.5]),
+    ("curvature.first_interval", [0, 0.5, True]),
+    ("curvature.budget", [0, 1.01, -0.1, True]),
     ("curvature.batches", [0, True]),
     ("curvature.eigenvector_dtype", ["float16", None]),
     ("curvature.max_age", [0, True]),
@@ -157,6 +160,24 @@ def test_settings_of_soap() -> None:
     assert "did you mean 'soap.precondition_frequency'?" in line
     (line,) = refusal(base="soap", soap={"max_blocks": 3})
     assert "did you mean 'soap.max_block'?" in line and line.endswith(", ".join(SoapConfig.model_fields))
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"num_eigenvectors": 0}, "lr='auto': must be a number with num_eigenvectors=0; set one, or change"),
+        ({"newton_lr": 0}, "lr='auto': must be a number with newton_lr=0.0; set one, or change"),
+        ({"rule": "fosi", "weight_decay": 0}, "lr='auto': must be a number with rule='fosi'; set one, or change"),
+        ({"max_lr_scale": 2}, "max_lr_scale: must be left out with lr='auto'"),
+        (
+            {"lr": 1e-3, "lr_fraction": 0.1},
+            "lr_fraction=0.1: must be left out with lr=0.001; remove it or use lr='auto'",
+        ),
+    ],
+)
+def test_what_an_automatic_learning_rate_excludes(values: dict[str, Any], line: str) -> None:
+    (told,) = refusal(**{"lr": "auto", **values})
+    assert told.startswith(line)
 
 
 def test_all_problems_are_told_at_once() -> None:

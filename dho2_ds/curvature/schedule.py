@@ -21,7 +21,7 @@ class Schedule:
     def __init__(
         self, warmup_steps: int, interval: int, first_interval: int | None = None, replay: Iterable[int] | None = None
     ) -> None:
-        self.first, self.interval, self._distance = max(1, warmup_steps), interval, first_interval or interval
+        self.first, self.interval, self._distance = max(1, warmup_steps), interval, first_interval
         self._replay = None if replay is None else frozenset(replay)
         self.due_since: int | None = None
 
@@ -51,7 +51,7 @@ class Schedule:
     def _falls_due(self, step: int) -> bool:
         if self._replay is not None:
             return step in self._replay
-        due, distance = self.first, self._distance
+        due, distance = self.first, self._distance or self.interval
         while due < step and distance < self.interval:
             due, distance = due + distance, 2 * distance
         return step >= due and (step - due) % self.interval == 0
