@@ -62,7 +62,8 @@ def spectrum(
         model: a module in one process, ``DistributedDataParallel``, an FSDP root, or a DeepSpeed engine of any ZeRO
             stage at a gradient accumulation boundary. Left as it was: weights, gradients, buffers and RNG state.
         loss_fn: ``loss_fn(model, batch) -> scalar``, the mean loss of a batch.
-        data: batches, each rank its own; the first ``batches`` are used and averaged.
+        data: batches, each rank its own.
+        batches: how many of them are used, the first ones, and averaged.
         k: eigenvalues wanted.
         lanczos_steps: products to spend at most; None: max(2k + 4, 2 ln n).
         hvp: ``auto`` and ``finite_difference`` (two gradients per product) or ``exact``.
@@ -71,8 +72,8 @@ def spectrum(
     Returns:
         Eigenvalues with a bound on each one's error, the same on every rank, and this rank's part of the eigenvectors.
 
-    Cost: ``lanczos_steps`` products, two all-reduces of a few scalars each; ``lanczos_steps + 5`` vectors of n/P per
-    rank. Collective. Source: Golub and Van Loan, section 10.1.
+    Cost: ``lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 5`` vectors of n/P per rank.
+    Collective. Source: Golub and Van Loan, section 10.1.
 
     Raises:
         NoSpectrum: no finite spectrum was found; says why.
@@ -127,8 +128,8 @@ def spectral_density(
     Returns:
         Nodes and weights per probe, the same on every rank, from which moments, trace and curve follow.
 
-    Cost: ``probes * lanczos_steps`` products, two all-reduces of a few scalars each; ``lanczos_steps + 3`` vectors of
-    n/P per rank. Collective. Source: Ghorbani et al., arXiv 1901.10159.
+    Cost: ``probes * lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 3`` vectors of n/P per
+    rank. Collective. Source: Ghorbani et al., arXiv 1901.10159.
 
     Raises:
         NoSpectrum: a product was not finite.
