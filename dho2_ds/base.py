@@ -44,8 +44,14 @@ class Chunk(Protocol):
     def root(self, x: Tensor) -> Tensor:
         """``P^(1/2) x`` (may work in place on x and return it)."""
 
+    def rooted_direction(self) -> Tensor:
+        """``P^(1/2) m``."""
+
     def add_to_weights(self, delta: Tensor) -> None:
         """``w += delta``."""
+
+    def add_rooted(self, delta: Tensor) -> None:
+        """``w += P^(1/2) delta``, and the base step if that was put off (may work in place on delta)."""
 
 
 def torch_optimizer(
@@ -101,8 +107,11 @@ class BaseOptimizer:
         self._weights = [flat_view(shard.param.detach()) for shard in self.shards]
         self._torch: torch.optim.Optimizer | None = None
 
-    def step(self, groups: Sequence[dict[str, Any]], lr_scale: float) -> None:
+    def step(self, groups: Sequence[dict[str, Any]], lr_scale: float, *, put_off: bool = False) -> None:
         """One step of torch's optimizer with every lr multiplied by ``lr_scale``.
+
+        ``put_off`` lets a base leave the weights alone until :meth:`Chunk.add_rooted`, which follows for every chunk,
+        if it can share work with that. A diagonal P has none to share.
 
         Decoupled weight decay stays at the unscaled lr (torch decays by ``lr * weight_decay``, so the decay is divided
         by the scale). Gradients are read from ``shard.param.grad``; shards without one are left alone.
@@ -198,8 +207,20 @@ class _DiagonalChunk:
         self._base, self._span, self._options, self._rho = base, span, group, rho
         self._tensors, self._has_grad = tensors, has_grad
 
+    def direction(self) -> Tensor:
+        raise NotImplementedError
+
+    def root(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def rooted_direction(self) -> Tensor:
+        return self.root(self.direction())
+
     def add_to_weights(self, delta: Tensor) -> None:
         scatter_add(self._base._weights, self._span, delta)
+
+    def add_rooted(self, delta: Tensor) -> None:
+        self.add_to_weights(self.root(delta))
 
     def _per_piece(self, values: Sequence[float], x: Tensor) -> Tensor:
         """A fresh tensor in working precision: each piece of a span times its own number."""

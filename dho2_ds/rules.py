@@ -44,8 +44,8 @@ def project(basis: Eigenbasis, chunks: Iterable[Chunk], dual: Dual, *, roots: in
     rows = basis.vectors
     total = torch.zeros(basis.k + 1, dtype=torch.float64, device=rows.device)
     for chunk in chunks:
-        u = chunk.direction()
-        for _ in range(roots):
+        u = chunk.rooted_direction()
+        for _ in range(roots - 1):
             u = chunk.root(u)
         weighed = dual(u, chunk.start)
         total[:-1] += dot_rows(rows[:, chunk.start : chunk.stop], weighed)
@@ -59,9 +59,9 @@ def adaptive_coefficients(basis: Eigenbasis, c: Tensor, *, lr: float, lr_scale: 
 
 
 def add_rooted(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:
-    """``w += P^(1/2) Q^T a`` for a of shape (k,)."""
+    """``w += P^(1/2) Q^T a`` for a of shape (k,), and a base step that was put off."""
     for chunk in chunks:
-        chunk.add_to_weights(chunk.root(_combine(basis, chunk, coefficients)))
+        chunk.add_rooted(_combine(basis, chunk, coefficients))
 
 
 def add_plain(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:

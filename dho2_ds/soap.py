@@ -72,6 +72,7 @@ class SoapMatrix:
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = state
         self.seen = 0
+        self._waiting: tuple[Tensor, float] | None = None
         self._sides = [pair for pair in ((LEFT, LEFT_BASIS), (RIGHT, RIGHT_BASIS)) if pair[0] in state]
 
     def frozen(self) -> SoapMatrix:
@@ -113,10 +114,33 @@ class SoapMatrix:
         """``P x``, or ``P^(1/2) x``, for x of shape (m, n); zero before the first move. Four products."""
         if not self.moved:
             return torch.zeros_like(x)
+        p = self._eigenvalues(options)
+        return self._rotate(self._rotate(x).mul_(p.sqrt_() if root else p), back=True)
+
+    def put_off(self, options: Mapping[str, Any], lr: float) -> None:
+        """Leave the step ``-lr P m`` to :meth:`finish`; until then m in the eigenbases is held."""
+        self._waiting = self._rotate(self.direction(options)), lr
+
+    def rooted_direction(self, options: Mapping[str, Any]) -> Tensor:
+        """``P^(1/2) m``, (m, n). Four products; two while a step waits."""
+        if self._waiting is None:
+            return self.apply(self.direction(options), options, root=True)
+        return self._rotate(self._eigenvalues(options).sqrt_().mul_(self._waiting[0]), back=True)
+
+    def finish(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """``P^(1/2) x - lr P m`` with the step that waits, (m, n); without one ``P^(1/2) x``. Four products."""
+        if self._waiting is None:
+            return self.apply(x, options, root=True)
+        (rotated, lr), self._waiting = self._waiting, None
+        root = self._eigenvalues(options).sqrt_()
+        return self._rotate(self._rotate(x).addcmul_(root, rotated, value=-lr).mul_(root), back=True)
+
+    def _eigenvalues(self, options: Mapping[str, Any]) -> Tensor:
+        """Of P in the eigenbases, (m, n), a fresh tensor."""
         sigma = (self.state[EXP_AVG_SQ] / (1.0 - options["betas"][1] ** (self.seen - 1))).sqrt_()
         noise = (sigma.max() * RESOLUTION).square_().add_(_TINY)
-        p = sigma.div_((sigma + options["eps"]).mul_(sigma).add_(noise))  # 0 where sigma is 0
-        return self._rotate(self._rotate(x).mul_(p.sqrt_() if root else p), back=True)
+        p: Tensor = sigma.div_((sigma + options["eps"]).mul_(sigma).add_(noise))  # 0 where sigma is 0
+        return p
 
     def _rotate(self, x: Tensor, back: bool = False) -> Tensor:
         left, right = self.state.get(LEFT_BASIS), self.state.get(RIGHT_BASIS)

@@ -39,9 +39,10 @@ class AdaptiveUpdate:
 
     def step(self, host: Host, base: BaseOptimizer, groups: Groups, basis: Eigenbasis, rates: Rates) -> Tensor | None:
         """Move the weights; returns the captured share of the direction's squared norm (0-d, on the device)."""
-        base.step(groups, rates.lr_scale)
-        if not rates.newton and rates.lr_scale == 1.0:
-            return None  # the base optimizer moves everything as it would alone: nothing to correct
+        corrected = rates.newton or rates.lr_scale != 1.0
+        base.step(groups, rates.lr_scale, put_off=corrected)
+        if not corrected:
+            return None  # the base optimizer moves everything as it would alone
         sums = host.reducer.sum_(rules.project(basis, base.chunks(groups, moving_only=True), host.dual, roots=1))
         c = sums[:-1]
         if rates.newton:
