@@ -332,6 +332,8 @@ def test_links_and_files_in_the_text_exist(file: str) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.M)
             assert anchor in {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}, anchor
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    assert re.findall(r"^>.*$", prose, flags=re.M) == []  # a line that begins with "> 2" is a quotation
     for path in re.findall(r"`((?:examples|configs|tests|dho2_ds)/[^`\s]*)`", text):
         assert list(ROOT.glob(path)), path
 
