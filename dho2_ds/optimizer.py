@@ -57,7 +57,7 @@ class DHO2(CheckpointedOptimizer):
             sets it; see :mod:`dho2_ds.learning_rate`.
         **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
             ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``lr_fraction``, ``fused``, ``log`` and the
-            dictionary ``curvature``; see :class:`dho2_ds.DHO2Config` for each.
+            dictionaries ``curvature`` and ``soap``; see :class:`dho2_ds.DHO2Config` for each.
 
     State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
     ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one

@@ -34,8 +34,8 @@ def settings(
         typer.echo(tables())
     else:
         try:
-            into.write_text(replaced(into.read_text(), tables()))
-        except (OSError, ValueError) as error:
+            into.write_text(replaced(into.read_text("utf-8"), tables()), "utf-8")
+        except (OSError, ValueError) as error:  # ValueError: also what is no text
             refuse(f"into={into}: must be a file with the lines {BEGIN!r} and {END!r} ({error}); add them")
 
 
