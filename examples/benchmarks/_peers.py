@@ -202,7 +202,15 @@ PEERS = {
         Peer("dho2-soap", "DHO2 on SOAP", _hybrid, ADAM_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
         Peer("dho2-one", "DHO2 on SOAP, one setting", _hybrid, (1e-2,), ({"base": "soap"},), _one_setting, ours=True),
         Peer("dho2-auto", "DHO2 on SOAP, lr auto", _auto, (START,), ({"base": "soap"},), _one_setting, ours=True),
-        Peer("dho2-adamw", "DHO2 on AdamW", _hybrid, ADAM_RATES, ({"base": "adamw"},), _tuned_curvature, ours=True),
+        Peer(
+            "dho2-adamw",
+            "DHO2 on AdamW",
+            _hybrid,
+            ADAM_RATES,
+            ({"base": "adamw", "betas": [0.9, 0.95]},),
+            _tuned_curvature,
+            ours=True,
+        ),
         Peer("sgd", "SGD, momentum", _sgd, SGD_RATES, ({"momentum": 0.9}, {"momentum": 0.98}), first_order=True),
         Peer(
             "lbfgs",
