@@ -3,6 +3,7 @@
 #   make test      lint, types and the quick tests (ARGS='-k name' adds pytest options)
 #   make test-all  all tests; installs Hugging Face's and Lightning's packages and an MPI first (about 300 MB)
 #   make lint      lint and types;  make format  applies the formatter
+#   make docs      write the tables of settings in configs/README.md anew
 #   make bench     the cost of a step beside AdamW's
 #   make bench-sweep   optimizers on real tasks, as many runs as fit into MINUTES=30 (ARGS='--task burgers'); resumable
 #   make bench-report  tables and pictures of what bench-sweep has recorded;  make bench-smoke  both in short
@@ -39,7 +40,7 @@ ACCELERATOR = if [ -z "$$DS_ACCELERATOR" ] && ! $(PY) -c 'import sys, torch; sys
 TIME_TO_TARGET = $(PY) examples/benchmarks/time_to_target.py
 SMOKE := runs/bench-smoke
 
-.PHONY: help install demo test test-all lint format bench bench-sweep bench-report bench-smoke clean
+.PHONY: help install demo test test-all lint format docs bench bench-sweep bench-report bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:
@@ -87,6 +88,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+docs: $(STAMP)
+	@$(VENV)/bin/dho2 settings --into configs/README.md
 
 bench: $(STAMP)
 	@$(ACCELERATOR); $(PY) examples/benchmarks/step_cost.py $(ARGS)

@@ -43,11 +43,14 @@ def attach(
             can be iterated again (a DataLoader) starts over at its end; an iterator that runs out is an error. Left
             out with ``loss_fn`` given, the forward's own arguments are the batch (the sole argument, or the tuple).
 
-    Under DeepSpeed with a model that returns its loss, this happens by itself at the first forward.
+    Under DeepSpeed with a model that returns its loss, this happens by itself at the first forward. Call it on every
+    rank. Calling it again replaces model and loss. It computes nothing; in mode ``dedicated`` it does not return on a
+    curvature rank, whose process ends when training does.
 
     Raises:
         ConfigError: the model or engine is not supported, naming the setting and the way out.
-        TypeError: ``optimizer`` is missing or not a DHO2 optimizer.
+        TypeError: ``optimizer`` is missing or not a DHO2 optimizer; ``loss_fn`` is not callable, or ``data`` comes
+            without it.
     """
     model = getattr(model, "_forward_module", model)  # what Lightning Fabric's wrapper calls
     if optimizer is None:

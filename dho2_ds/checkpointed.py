@@ -76,6 +76,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         holds once more, 1/P of it on each of P ranks except under DDP. Under DeepSpeed use ``engine.save_checkpoint``,
         which keeps the eigenbasis in files beside.
 
+        Returns:
+            ``state`` by the parameters' positions and ``param_groups``, of which the first says of curvature what
+            :meth:`record` does.
+
         Raises:
             RuntimeError: another rank did not call it within a minute.
         """
@@ -109,6 +113,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
         A checkpoint of torch's AdamW (Adam, SGD: whatever ``base`` is) is continued with curvature from here on.
         Eigenvectors keep the precision they were saved in.
+
+        Args:
+            state_dict: what :meth:`state_dict` or torch's optimizer returned, on any engine and world size; entries
+                whole or as the engine shards them.
 
         Raises:
             ConfigError: the checkpoint's optimizer is not like the base.
@@ -168,9 +176,13 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             self._link_state()
 
     def save_eigenbasis(self, write: Callable[..., None]) -> None:
-        """Let ``write(rank, layouts, sizes, record, rows)`` keep this rank's rows; nothing to do without a basis.
+        """Keep this rank's rows of the eigenbasis; nothing to do without one. Collective.
 
-        Collective. Raises on every rank if one of them could not write.
+        Args:
+            write: called as ``write(rank, layouts, sizes, record, rows)``, rows local: (k, n_local).
+
+        Raises:
+            Exception: what ``write`` raised on this rank; RuntimeError if it raised on another.
         """
         host = self._host
         assert host is not None
@@ -181,7 +193,14 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             self._together(lambda: write(host.reducer.rank, host.layouts, host.sizes, self._record(), rows))
 
     def save_base(self, write: Callable[..., None]) -> None:
-        """Let ``write`` keep this rank's state of the base ``soap``; nothing to do for torch's. Collective."""
+        """Keep this rank's state of the base ``soap``; nothing to do for torch's. Collective.
+
+        Args:
+            write: as in :meth:`save_eigenbasis`, called with one local row.
+
+        Raises:
+            Exception: what ``write`` raised on this rank; RuntimeError if it raised on another.
+        """
         base, host = self._base, self._host
         if isinstance(base, SoapOptimizer) and host is not None:
             state = base.pack()[None]
@@ -190,7 +209,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             self._together(lambda: write(host.reducer.rank, base.state_layouts, base.state_sizes, record, state))
 
     def load_base(self, read: Callable[..., Tensor]) -> None:
-        """Take the state of the base ``soap`` of the checkpoint just loaded from ``read``. Collective.
+        """Take the state of the base ``soap`` of the checkpoint just loaded. Collective.
+
+        Args:
+            read: called as ``read(layout, sizes, record)``; returns one local row, (1, n_state).
 
         Raises:
             ValueError: it is missing, damaged or of other blocks (RuntimeError on the other ranks): training on
@@ -213,7 +235,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         self._host.agreement.together(call, elsewhere)
 
     def load_eigenbasis(self, read: Callable[..., Tensor]) -> None:
-        """Take the basis of the checkpoint just loaded from ``read(layout, sizes, record)``, this rank's rows.
+        """Take the basis of the checkpoint just loaded.
+
+        Args:
+            read: called as ``read(layout, sizes, record)``; returns this rank's rows, (k, n_local).
 
         If it cannot be read the reason is logged and training goes on without it; see :meth:`Eigenspace.verify`.
         """
@@ -249,7 +274,11 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         self.param_groups[0].update(empty)
 
     def record(self) -> dict[str, Tensor]:
-        """What the first param group of a state dict says of curvature; see :class:`dho2_ds.checkpoint.Record`."""
+        """What the first param group of a state dict says of curvature; see :class:`dho2_ds.checkpoint.Record`.
+
+        Returns:
+            Small CPU tensors by key, the same on every rank, of sizes that depend on ``num_eigenvectors`` only.
+        """
         return self._record().pack(self.config.num_eigenvectors)
 
     def _record(self) -> Record:

@@ -62,33 +62,39 @@ class DHO2Config(Settings):
 
     lr: NonNegative | Literal["auto"] = setting(
         1e-3,
-        "Learning rate of the base optimizer; a schedule may change it. `auto`: from curvature, starting at 1e-3, with "
-        "the schedule on top.",
+        "Learning rate of the base optimizer; schedules act on it as on any optimizer's. Outside the eigenvectors' "
+        'span curvature multiplies it by up to `max_lr_scale`. `"auto"`: curvature sets it, starting from 1e-3, and '
+        "a schedule acts on top; where Hugging Face's libraries read the JSON they put their own `learning_rate` in "
+        "its place.",
         "a finite number >= 0 or 'auto'",
         "set the rate that you would give the base optimizer",
     )
     base: Base = setting(
         "adamw",
-        "Base optimizer, which moves everything outside the eigenvectors' span: `adamw`, `adam`, `sgd` or `soap`.",
+        "Base optimizer, which moves everything outside the eigenvectors' span: torch's own `adamw`, `adam` or "
+        "`sgd`, or `soap`, Adam in the eigenbasis of Shampoo's factors (arXiv 2409.11321), which costs more per "
+        "step.",
         "'adamw', 'adam', 'sgd' or 'soap'",
         "use 'adamw' if unsure",
     )
     rule: Rule = setting(
         "adaptive",
-        "Update rule: `adaptive` (preconditioned Hessian) or `fosi` (the published rule, plain Hessian).",
+        "Update rule: `adaptive`, a Newton step in the base optimizer's own coordinates, by the preconditioned "
+        "Hessian; `fosi`, the rule of arXiv 2302.08484, by the plain Hessian.",
         "'adaptive' or 'fosi'",
         "use 'adaptive' if unsure",
     )
     betas: Pair = setting(
         None,
-        f"Decay rates of the moment estimates; not for `sgd`; null: {DEFAULT_BETAS}, {DEFAULT_SOAP_BETAS} for `soap`.",
+        f"Decay rates of Adam's moments; not for `sgd`; null: {list(DEFAULT_BETAS)}, for `soap` "
+        f"{list(DEFAULT_SOAP_BETAS)}.",
         "null or two numbers in [0, 1)",
         "write a list such as [0.9, 0.999]",
         validate_default=True,
     )
     eps: Annotated[Finite, Field(gt=0)] = setting(
         1e-8,
-        "Term added to the root of the second moment; not for `sgd`.",
+        "Added to the root of Adam's second moment; not for `sgd`.",
         "a finite number > 0",
         "use a small one such as 1e-8",
     )
@@ -104,33 +110,36 @@ class DHO2Config(Settings):
     )
     weight_decay: NonNegative = setting(
         None,
-        "Weight decay, decoupled for `adamw` and `soap`; "
-        f"null: {DEFAULT_DECOUPLED_WEIGHT_DECAY} for these, 0 for the others.",
+        "Weight decay, decoupled for `adamw` and `soap` and never enlarged by curvature; "
+        f"null: {DEFAULT_DECOUPLED_WEIGHT_DECAY} for these two, 0 for the others.",
         "null or a finite number >= 0",
         "use 0 for no decay",
         validate_default=True,
     )
     num_eigenvectors: Count = setting(
         8,
-        "Leading Hessian eigenvectors k to keep; 0: the base optimizer alone.",
+        "Leading Hessian eigenvectors k to keep: k numbers per parameter, divided by the ranks. 0: the base optimizer "
+        "alone, bit for bit.",
         "an integer >= 0",
         "use 0 for the base optimizer alone",
     )
     newton_lr: NonNegative = setting(
         0.3,
-        "Damping of the Newton step inside the eigenvectors' span; follows the schedule of lr.",
+        "Fraction of the full Newton step taken inside the span; follows the schedule of `lr`. 0 leaves motion "
+        "there to the base optimizer at its unscaled `lr`.",
         "a finite number >= 0",
         "use 0.3 if unsure, or num_eigenvectors=0 to train without the Newton step",
     )
     max_lr_scale: Annotated[Finite, Field(ge=1)] = setting(
         3.0,
-        "Upper bound of the factor by which curvature may enlarge lr.",
+        "Upper bound of the factor by which `lr` grows outside the span, the ratio of the largest eigenvalue to the "
+        "first one outside; 1 leaves `lr` as it is.",
         "a finite number >= 1",
         "use 1 to leave lr as it is",
     )
     lr_fraction: Annotated[Finite, Field(gt=0, le=1)] = setting(
         0.25,
-        'With `"lr": "auto"`: lr as a share of the largest stable one outside the eigenvectors\' span.',
+        'With `"lr": "auto"`: lr as a share of the largest stable one outside the span.',
         "a number in (0, 1]",
         "use 0.25 if unsure, a smaller one where training is unstable",
     )
@@ -142,19 +151,20 @@ class DHO2Config(Settings):
     )
     log: str | None = setting(
         None,
-        "File to which the main rank appends a JSON line per refresh, and what `optimizer.log` is given; null: none.",
+        "File to which the main rank appends a JSON line per refresh, and what `optimizer.log(loss=...)` is given, for "
+        "`dho2 report`; null: none.",
         "null or a path",
         "write it as a text such as 'run/dho2.jsonl'",
     )
     curvature: CurvatureConfig = setting(
         CurvatureConfig(),
-        "How and when the eigenbasis is computed.",
+        "How and when the eigenvectors are computed, below.",
         "an object of settings",
         'write it as {"interval": 100}',
     )
     soap: SoapConfig = setting(
         SoapConfig(),
-        "The preconditioner of the base `soap`.",
+        "The preconditioner of the base `soap`, below.",
         "an object of settings",
         'write it as {"precondition_frequency": 10}',
     )

@@ -57,7 +57,7 @@ class DHO2(CheckpointedOptimizer):
             sets it; see :mod:`dho2_ds.learning_rate`.
         **settings: ``betas``, ``eps``, ``weight_decay``, ``momentum``, ``nesterov``, ``base``, ``rule``,
             ``num_eigenvectors``, ``newton_lr``, ``max_lr_scale``, ``lr_fraction``, ``fused``, ``log`` and the
-            dictionary ``curvature``; see :class:`dho2_ds.DHO2Config` for each.
+            dictionaries ``curvature`` and ``soap``; see :class:`dho2_ds.DHO2Config` for each.
 
     State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
     ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
@@ -120,9 +120,17 @@ class DHO2(CheckpointedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step. ``closure`` has torch's meaning: called once with gradients enabled, its value returned.
+        """One optimizer step. Under ZeRO the engine calls this once per param group or sub-group; the update happens at
+        the last call.
 
-        Under ZeRO the engine calls this once per param group or sub-group; the update happens at the last call.
+        Args:
+            closure: as in torch: called once, with gradients enabled, before the step.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Cost: the base step, two passes over the local eigenbasis (k n/P numbers) and one all-reduce of k + 1 scalars
+        (rule ``fosi``: two).
 
         Raises:
             RuntimeError: a refresh is due and the optimizer was not attached to a model.
@@ -178,6 +186,9 @@ class DHO2(CheckpointedOptimizer):
         Only the main rank writes, and reads the values (which synchronises with the device). ``dho2 report`` draws
         ``loss``.
 
+        Args:
+            **values: numbers or tensors of one element, this rank's.
+
         Raises:
             ConfigError: the setting ``log`` was not given.
         """
@@ -202,6 +213,10 @@ class DHO2(CheckpointedOptimizer):
             eigenvectors: (k, n_local) local rows, orthonormal over all ranks.
             eigenvalues: k values, the same on every rank.
             next_eigenvalue: magnitude of the largest eigenvalue outside the basis.
+
+        Raises:
+            ValueError: ``eigenvectors`` is not this rank's share in shape.
+            RuntimeError: no model is attached, and there are several ranks or the parameters were replaced.
         """
         host = self._host or self._bind_default()
         if eigenvectors.shape != (len(eigenvalues), host.layout.numel):
@@ -249,9 +264,12 @@ class DHO2(CheckpointedOptimizer):
         source: Source | None,
         rebuild: Callable[[], Host] | None = None,
     ) -> None:
-        """Connect to an engine and a source of curvature losses (None: not known); :func:`dho2_ds.attach` calls it.
+        """Connect to an engine; :func:`dho2_ds.attach` calls it. Collective.
 
-        ``rebuild`` makes the host anew when the parameters in the param groups were replaced (Accelerate does that).
+        Args:
+            host: adapter of the engine, over the parameters in the param groups.
+            source: of curvature losses; None: not known.
+            rebuild: makes the host anew when the parameters in the param groups were replaced (Accelerate does that).
 
         Raises:
             ConfigError: a setting cannot work on this host.
@@ -315,7 +333,11 @@ class DHO2(CheckpointedOptimizer):
         return host
 
     def hook(self, handle: RemovableHandle) -> None:
-        """Own the forward hook of the attached model; the previous one is removed."""
+        """Own the forward hook of the attached model; the previous one is removed.
+
+        Args:
+            handle: of the new hook.
+        """
         if self._hook is not None:
             self._hook.remove()
         self._hook = handle
@@ -427,6 +449,9 @@ class DHO2(CheckpointedOptimizer):
 
         Returns:
             What was done. A rejected refresh leaves the previous basis in place.
+
+        Raises:
+            RuntimeError: no model is attached, or no batch is known to evaluate its loss on.
         """
         moment = self._moment()
         report = self._refresher.refresh(moment)
@@ -453,7 +478,15 @@ class DHO2(CheckpointedOptimizer):
             )
 
     def worker(self, batches: Batches, *, own_data: bool) -> Worker:
-        """What serves the training ranks, on a curvature rank that is bound to its model."""
+        """What serves the training ranks, on a curvature rank that is bound to its model.
+
+        Args:
+            batches: turns the arguments that a job brought (None: nothing) into losses.
+            own_data: whether curvature ranks have data of their own, so that jobs bring none.
+
+        Returns:
+            The worker; serving is up to the caller.
+        """
         assert self._host is not None and self._base is not None
         return Worker(self.config, self._host, self._base, batches, own_data=own_data)
 

@@ -69,20 +69,22 @@ class CurvatureConfig(Settings):
 
     mode: Literal["inline", "spread", "dedicated"] = setting(
         "inline",
-        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot; "
-        "`dedicated`, at a snapshot on curvature ranks while training goes on.",
+        "How a refresh is made: `inline`, at once between two steps; `spread`, one product per step at a snapshot "
+        "of the weights (not with `exact`); `dedicated`, at a snapshot on ranks of its own while training goes on.",
         "'inline', 'spread' or 'dedicated'",
         "use 'inline' for the whole refresh at once",
     )
     ranks: Count = setting(
         1,
-        "Mode `dedicated`: how many of the launcher's processes are curvature ranks; 0: they are started separately.",
+        "Mode `dedicated`: how many of the launched processes, the last ones, are curvature ranks; 0: none, they are "
+        "started by themselves.",
         "an integer >= 0",
         "use 1 for the last process",
     )
     timeout: Annotated[Finite, Field(gt=0)] = setting(
         600.0,
-        "Mode `dedicated`: seconds after which a refresh without a result counts as lost.",
+        "Mode `dedicated`: seconds after which a transfer without progress, or a refresh without a result, counts as "
+        "lost.",
         "a finite number > 0",
         "use several times the seconds that a refresh takes",
     )
@@ -95,8 +97,8 @@ class CurvatureConfig(Settings):
     )
     swaps: tuple[tuple[Count, Count], ...] | None = setting(
         None,
-        "Mode `dedicated`: replay a recorded schedule: pairs of a snapshot's step and the step at which its basis is "
-        "swapped in, for which training waits then.",
+        'Mode `dedicated`: repeat a run exactly: its `curvature_stats()["swaps"]`, pairs of a snapshot\'s step and the '
+        "step at which its basis came into use; training waits for these.",
         "null or pairs of steps in rising order",
         "use null except to repeat a run",
     )
@@ -108,22 +110,27 @@ class CurvatureConfig(Settings):
     )
     hvp: Literal["auto", "finite_difference", "exact"] = setting(
         "auto",
-        "Hessian-vector products: central `finite_difference` of gradients, `exact` (double backward), or `auto`.",
+        "Hessian-vector products: central `finite_difference` (two ordinary gradients each; every stage, fused "
+        "attention), `exact` (double backward), or `auto`, which takes `finite_difference`. The log says which.",
         "'auto', 'finite_difference' or 'exact'",
         "use 'auto' to let the host decide",
     )
     lanczos_steps: Annotated[Positive, Field(ge=2)] | None = setting(
         None,
-        "Lanczos steps of a refresh, one Hessian-vector product each; null: max(2 num_eigenvectors + 4, 2 ln n).",
+        "Lanczos steps of a refresh at most, one Hessian-vector product each, at least k + 2; null: max(2k + 4, 2 "
+        "ln n). Fewer are cheaper and less accurate.",
         "null or an integer >= 2",
         "use null for the default",
     )
     warmup_steps: Count = setting(
-        100, "Steps of the base optimizer before the first refresh.", "an integer >= 0", "use 0 to start with curvature"
+        100,
+        "Steps of the base optimizer before the first refresh (at least 1 is taken).",
+        "an integer >= 0",
+        "use 0 to start with curvature",
     )
     interval: Positive = setting(
         100,
-        "Steps from one refresh to the next.",
+        "Steps from one refresh to the next; a refresh costs about 2 `lanczos_steps` `batches` gradients.",
         "an integer >= 1",
         "use num_eigenvectors=0 to train without curvature",
     )
@@ -137,7 +144,7 @@ class CurvatureConfig(Settings):
     budget: Annotated[Finite, Field(gt=0, le=1)] | None = setting(
         None,
         "Largest share of a long run's gradients that refreshes may cost, a product counting as two and a step as one: "
-        "`interval` becomes at least 2 lanczos_steps batches / budget.",
+        "`interval` becomes at least 2 `lanczos_steps` `batches` / `budget`.",
         "null or a number in (0, 1]",
         "use 0.1 for at most a tenth on top",
     )
@@ -155,7 +162,8 @@ class CurvatureConfig(Settings):
     )
     max_age: Positive | None = setting(
         None,
-        "Steps after which a basis that was not refreshed is dropped; null: never.",
+        "Steps after which a basis that was not refreshed is dropped and the base optimizer goes on alone; null: "
+        "never.",
         "null or an integer >= 1",
         "use null to keep a basis until the next one",
     )
@@ -165,7 +173,7 @@ class SoapConfig(Settings):
     """The ``soap`` object: the preconditioner of the base ``soap``."""
 
     precondition_frequency: Positive = setting(
-        10, "Steps from one update of the eigenbases to the next.", "an integer >= 1", "use 10 if unsure"
+        10, "Steps from one QR update of the eigenbases to the next.", "an integer >= 1", "use 10 if unsure"
     )
     shampoo_beta: Fraction | None = setting(
         None,
@@ -175,13 +183,14 @@ class SoapConfig(Settings):
     )
     max_block: Annotated[Positive, Field(ge=2)] = setting(
         2048,
-        "Longer sides of a matrix are cut; each block has a preconditioner of its own and lives on one rank.",
+        "Longer sides of a matrix are cut into equal parts; each block has a preconditioner of its own and lives "
+        "whole on one rank. Memory: four numbers per element and 2 (m^2 + n^2) per m x n block.",
         "an integer >= 2",
         "use 2048 if unsure, a smaller one if blocks do not balance over the ranks",
     )
     max_precondition_dim: Positive = setting(
         10000,
-        "Longer sides of a matrix (vocabularies) are not rotated.",
+        "Longer sides of a matrix (vocabularies) are not rotated: Adam along them.",
         "an integer >= 1",
         "use 10000 if unsure",
     )

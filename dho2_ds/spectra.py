@@ -62,16 +62,22 @@ def spectrum(
         model: a module in one process, ``DistributedDataParallel``, an FSDP root, or a DeepSpeed engine of any ZeRO
             stage at a gradient accumulation boundary. Left as it was: weights, gradients, buffers and RNG state.
         loss_fn: ``loss_fn(model, batch) -> scalar``, the mean loss of a batch.
-        data: batches, each rank its own; the first ``batches`` are used and averaged.
-        k: eigenvalues wanted. lanczos_steps: products to spend; None: max(2k + 4, 2 ln n).
+        data: batches, each rank its own.
+        batches: how many of them are used, the first ones, and averaged.
+        k: eigenvalues wanted.
+        lanczos_steps: products to spend at most; None: max(2k + 4, 2 ln n).
         hvp: ``auto`` and ``finite_difference`` (two gradients per product) or ``exact``.
         between: called after every product, for progress.
 
-    Memory: ``lanczos_steps + 5`` vectors of n/P per rank. Source: Golub and Van Loan, section 10.1.
+    Returns:
+        Eigenvalues with a bound on each one's error, the same on every rank, and this rank's part of the eigenvectors.
+
+    Cost: ``lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 5`` vectors of n/P per rank.
+    Collective. Source: Golub and Van Loan, section 10.1.
 
     Raises:
         NoSpectrum: no finite spectrum was found; says why.
-        ConfigError: k or hvp out of range.
+        ConfigError: k or hvp out of range, or the model is not supported.
     """
     host, losses = _prepare(model, loss_fn, data, batches, hvp)
     if not 0 < k < host.numel:
@@ -114,12 +120,20 @@ def spectral_density(
     ranks gives the same density, for the same data in all.
 
     Args:
-        probes: random vectors. lanczos_steps: nodes of each. Further arguments: see :func:`spectrum`.
+        model, loss_fn, data, batches, hvp, between: see :func:`spectrum`.
+        probes: random vectors.
+        lanczos_steps: nodes of each.
+        seed: other random vectors.
 
-    Memory: ``lanczos_steps + 3`` vectors of n/P per rank. Cost: ``probes * lanczos_steps`` products.
+    Returns:
+        Nodes and weights per probe, the same on every rank, from which moments, trace and curve follow.
+
+    Cost: ``probes * lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 3`` vectors of n/P per
+    rank. Collective. Source: Ghorbani et al., arXiv 1901.10159.
 
     Raises:
-        NoSpectrum: a product was not finite. ConfigError: probes, lanczos_steps or hvp out of range.
+        NoSpectrum: a product was not finite.
+        ConfigError: probes, lanczos_steps or hvp out of range, or the model is not supported.
     """
     if probes < 1 or lanczos_steps < 1:
         raise ConfigError(f"probes={probes}, lanczos_steps={lanczos_steps}: must be >= 1; raise them")

@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from dho2_ds import _register, cli
-from dho2_ds.cli import demo, doctor
+from dho2_ds.cli import demo, doctor, settings
+from dho2_ds.config import DHO2Config
 
 runner = CliRunner()
 
@@ -218,3 +219,33 @@ def test_join_needs_a_command(tmp_path: Path) -> None:
     for command in ([], ["no-such-program"]):
         result = runner.invoke(cli.app, ["join", str(run_file), *command])
         assert result.exit_code == 2 and "command=" in result.output
+
+
+def test_settings_prints_tables_and_json_of_the_same() -> None:
+    tables = runner.invoke(cli.app, ["settings"]).stdout
+    found = json.loads(runner.invoke(cli.app, ["settings", "--json"]).stdout)
+    assert list(found) == ["params", "curvature", "soap"]
+    assert found["params"]["newton_lr"]["default"] == DHO2Config().newton_lr
+    assert found["params"]["curvature"]["default"] == {}
+    for level in found.values():
+        for key, about in level.items():
+            row = next(line for line in tables.splitlines() if line.startswith(f"| `{key}` |"))
+            assert about["allowed"] in row and about["meaning"] in row
+
+
+@pytest.mark.parametrize(
+    "text", [None, "no markers", f"{settings.END}\n{settings.BEGIN}", settings.BEGIN * 2 + settings.END]
+)
+def test_settings_refuses_a_file_without_its_markers(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    if text is not None:
+        path.write_text(text)
+    result = runner.invoke(cli.app, ["settings", "--into", str(path)])
+    assert result.exit_code == 2
+    assert f"into={path}: must be" in result.stderr
+    assert (path.read_text() if path.exists() else None) == text
+
+
+def test_settings_takes_one_output() -> None:
+    result = runner.invoke(cli.app, ["settings", "--json", "--into", "README.md"])
+    assert (result.exit_code, result.stdout) == (2, "")

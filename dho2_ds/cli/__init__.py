@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dho2_ds.cli import demo, doctor, join, plan, report, spectrum
+from dho2_ds.cli import demo, doctor, join, plan, report, settings, spectrum
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -23,6 +23,7 @@ def main() -> None:
 app.command()(plan.plan)
 app.command()(spectrum.spectrum)
 app.command()(report.report)
+app.command()(settings.settings)
 app.command()(doctor.doctor)
 app.command(context_settings=PASSES_ON)(demo.demo)
 app.command(context_settings=PASSES_ON)(join.join)
