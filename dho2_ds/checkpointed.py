@@ -160,6 +160,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         self._stateful = any(len(s) for s in self.state.values())
         self._relink = True
         self._space.resume(record)
+        if record is None:  # the base optimizer's checkpoint, with its learning rates
+            peaks = (float(group.get("initial_lr", group["lr"])) for group in self.param_groups)
+            self._space.reference_lr = max(peaks)
         self._refresher.resume(record)
         self._step, self._loaded, self._captured = 0, None, None
         if record is not None:

@@ -60,9 +60,12 @@ class Eigenspace:
         return 1.0 if self.basis is None else self.basis.lr_scale(config.rule, config.base, config.max_lr_scale)
 
     def scale(self, step: int) -> float:
-        """s at ``step``: as far as the basis is trusted. ``"auto"`` falls with trust, never back to its start."""
-        if self._config.lr == "auto":
-            return self.lr_scale * self.trust(step)
+        """s at ``step``: as far as the basis is trusted, from there on it nears 1.
+
+        With ``"auto"`` an s below 1 stays, whatever the trust: 1 would be a larger lr than curvature allows.
+        """
+        if self._config.lr == "auto" and (self.lr_scale < 1.0 or self.basis is None):
+            return min(self.lr_scale, 1.0)
         return 1.0 + self.trust(step) * (self.lr_scale - 1.0)
 
     def age(self, step: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,21 @@ def refresh_record(stats: dict[str, Any], report: Refresh) -> dict[str, Any]:
 
 
 def append_line(path: str, record: dict[str, Any]) -> None:
-    """Append one JSON line; on the main rank only."""
-    if is_main():
+    """Append one JSON line; on the main rank only. A failure is told once and stops nothing: others would wait."""
+    if not is_main():
+        return
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(finite) + "\n")
+    except OSError as error:
+        if path not in _unwritable:
+            _unwritable.add(path)
+            logger.warning("log=%s: cannot be written (%s); training goes on without it", path, error)
+
+
+_unwritable: set[str] = set()
 
 
 def write_events(engine: Any, stats: dict[str, Any], seconds: float) -> None:

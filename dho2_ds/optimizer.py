@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dho2_ds.base import BaseOptimizer, torch_optimizer
+from dho2_ds.base import STEP, BaseOptimizer, torch_optimizer
 from dho2_ds.checkpoint import Record
 from dho2_ds.checkpointed import CheckpointedOptimizer
 from dho2_ds.config import ConfigError, check_group_options, parse_config
@@ -195,7 +195,7 @@ class DHO2(CheckpointedOptimizer):
         if self.config.log is None:
             raise ConfigError("log=None: must be the path of a file to log to; set log='run/dho2.jsonl'")
         if is_main():
-            append_line(self.config.log, {"step": self._step, **{name: float(value) for name, value in values.items()}})
+            append_line(self.config.log, {"step": self.steps, **{name: float(value) for name, value in values.items()}})
 
     def _tell(self, host: Host, report: Refresh) -> None:
         """Send a refresh to the engine's monitors, if it has any, and to the log."""
@@ -239,7 +239,11 @@ class DHO2(CheckpointedOptimizer):
     @property
     def steps(self) -> int:
         """Training steps taken."""
-        return self._step
+        if self.uses_host:
+            return self._step
+        # ZeRO calls the base optimizer alone once per group; Adam's own count says how many steps that were.
+        counts = [int(state[STEP]) for state in self.state.values() if STEP in state]
+        return max(counts, default=self._step)
 
     @property
     def attached(self) -> bool:
@@ -389,6 +393,7 @@ class DHO2(CheckpointedOptimizer):
         self._plain.param_groups = [{**self._plain.defaults, **group} for group in self.param_groups]
         self._plain.state = self.state
         self._plain.step()
+        self._step += 1
 
     def _hybrid_step(self, host: Host) -> None:
         host = self._current(host)

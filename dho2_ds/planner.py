@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from dho2_ds.config import DHO2Config
+from dho2_ds.curvature.refresh import affordable_interval
 from dho2_ds.needs import GRADIENTS_PER_PRODUCT, Engine, Memory, Needs, Precision, Shapes
 
 GRADIENT_FLOPS = 6
@@ -52,8 +53,8 @@ class Timing:
 
     Attributes:
         step: a training step. refresh: of computing one eigenbasis, on the ranks that do it. interval: from one to the
-            next, by ``curvature.interval`` steps. curvature_ranks: the fewest on which a refresh ends within the
-            interval in mode ``dedicated``; None: not even as many as training ranks suffice.
+            next, by ``curvature.interval`` and ``budget``. curvature_ranks: the fewest on which a refresh ends within
+            the interval in mode ``dedicated``; None: not even as many as training ranks suffice.
     """
 
     step: float
@@ -153,7 +154,7 @@ def _timing(training: Needs, workload: Workload, accumulation: int, helpers: int
 
     traffic = training.engine_step_traffic(accumulation) + training.step_traffic()
     step = accumulation * one + sent(traffic)
-    interval = config.curvature.interval * step
+    interval = affordable_interval(config.curvature, training.k, training.numel) * step
 
     def refresh(helpers: int) -> float:
         side = training

@@ -91,11 +91,14 @@ def _collect(values: Iterator[tuple[str, float, float]]) -> dict[str, Series]:
 
 
 def _log_values(file: Path) -> Iterator[tuple[str, float, float]]:
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    lines = file.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         try:
             record: dict[str, Any] = json.loads(line)
             step = float(record.pop("step"))
         except (ValueError, KeyError, AttributeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return  # being written, or cut off where a job was killed
             raise NoRecords(f"{file}, line {number}: must be a JSON object with a step; remove the line") from error
         for name, value in record.items():
             if name == "eigenvalues":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dho2_ds.base import BaseOptimizer
 from dho2_ds.checkpoint import Record
-from dho2_ds.config import DHO2Config
+from dho2_ds.config import ConfigError, DHO2Config
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Order, Outcome, Refresh, affordable_interval, default_lanczos_steps, refresh
 from dho2_ds.curvature.schedule import Schedule
@@ -82,6 +82,11 @@ class Refresher:
     def afford(self, numel: int) -> None:
         """Set the interval for a model of this size, by ``curvature.budget``."""
         interval = affordable_interval(self._config.curvature, self._config.num_eigenvectors, numel)
+        oldest = self._config.curvature.max_age
+        if self._config.curvature.budget is not None and oldest is not None and interval >= oldest:
+            raise ConfigError(
+                f"curvature.max_age={oldest}: must be > {interval}, the interval by curvature.budget; raise one of them"
+            )
         self._schedule.interval = self._space.interval = interval
 
     @property

@@ -223,9 +223,12 @@ def spread_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
     if curvature.hvp == "exact":
         yield "curvature.mode='spread': must be 'inline' with hvp='exact'; its graph cannot outlive a step"
     needed = (curvature.lanczos_steps or 0) * curvature.spread_every
-    if needed > curvature.interval:
+    for name in ("interval", "first_interval"):
+        value = getattr(curvature, name)
+        if value is None or value >= needed or (name == "interval" and curvature.budget is not None):
+            continue
         yield (
-            f"curvature.interval={curvature.interval}: must be >= {needed} (lanczos_steps * spread_every) with "
+            f"curvature.{name}={value}: must be >= {needed} (lanczos_steps * spread_every) with "
             "mode='spread'; raise it, or lower lanczos_steps or spread_every"
         )
 

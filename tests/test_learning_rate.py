@@ -134,3 +134,47 @@ def test_a_long_run_keeps_to_its_budget() -> None:
         optimizer.step()
     stats = optimizer.curvature_stats()
     assert stats["refreshes"] == 10 and 2 * stats["hvps"] <= 0.2 * 502
+
+
+def test_a_basis_older_than_its_budgeted_interval_is_refused() -> None:
+    model = torch.nn.Linear(6, 1)
+    curvature = {"budget": 0.1, "lanczos_steps": 5, "max_age": 100}
+    optimizer = dho2_ds.DHO2(model.parameters(), num_eigenvectors=2, curvature=curvature)
+    with pytest.raises(dho2_ds.ConfigError, match="curvature.max_age=100: must be > 100, the interval by"):
+        dho2_ds.attach(model, optimizer)
+
+
+def test_a_budget_may_make_room_for_spread_products() -> None:
+    curvature = {"mode": "spread", "lanczos_steps": 20, "interval": 1, "budget": 0.1}
+    assert dho2_ds.DHO2Config(curvature=curvature).curvature.budget == 0.1
+    with pytest.raises(ValueError, match="curvature.first_interval=5: must be >= 20"):
+        dho2_ds.DHO2Config(curvature={**curvature, "first_interval": 5})
+
+
+def test_an_automatic_rate_nears_its_start_when_refreshes_fail() -> None:
+    """It must neither stay where curvature of long ago put it nor fall to zero."""
+    settings: dict[str, Any] = {"lr": "auto", "num_eigenvectors": 2}
+    settings["curvature"] = {"warmup_steps": 2, "interval": 2, "lanczos_steps": 20}
+    run = engines.Run("single", 0, 1, settings)
+    run.train(5)
+    space = run.optimizer._space
+    scale, born = space.lr_scale, space.basis.born
+    assert scale > 1 and space.scale(born + 4) == scale
+    assert space.scale(born + 40) == pytest.approx(1 + 0.1 * (scale - 1))
+    space._auto = 0.5
+    assert space.scale(born + 40) == 0.5
+    space.drop()
+    assert space.scale(born + 40) == 0.5
+    space._auto = scale
+    assert space.scale(born + 40) == 1.0
+
+
+def test_a_checkpoint_of_the_base_brings_its_learning_rate() -> None:
+    model = torch.nn.Linear(6, 3)
+    plain = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    optimizer = dho2_ds.DHO2(model.parameters(), lr="auto", num_eigenvectors=2)
+    dho2_ds.attach(model, optimizer)
+    model(torch.ones(1, 6)).sum().backward()
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer._space.reference_lr == 5e-5

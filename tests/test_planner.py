@@ -224,6 +224,17 @@ def test_command_takes_a_deepspeed_config(tmp_path: Path) -> None:
     assert (found["engine"], found["training"]["eigenbasis"]) == ("ddp", 2 * 4 * 10**6)
 
 
+def test_command_takes_an_automatic_learning_rate_a_budget_and_nulls(tmp_path: Path) -> None:
+    """The interval in seconds is that of the budget: 2 * 20 / 0.01 steps of one gradient."""
+    params = {"lr": "auto", "lr_fraction": 0.1, "curvature": {"budget": 0.01, "lanczos_steps": 20}}
+    path = tmp_path / "ds.json"
+    config = {"optimizer": {"type": "DHO2", "params": params}, "bf16": "auto", "zero_optimization": None}
+    path.write_text(json.dumps(config))
+    code, found = run_plan("--parameters", "1e6", "--config", str(path), "--flops", "1e12", "--tokens", "1000")
+    assert code == 0 and found["engine"] == "zero0"
+    assert found["timing"]["interval"] == pytest.approx(4000 * found["timing"]["step"])
+
+
 def test_command_prints_a_table() -> None:
     arguments = [
         "plan",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ import torch
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
+import dho2_ds
 from dho2_ds.cli import app
 from dho2_ds.config import ConfigError
 from dho2_ds.records import NoRecords, read_run
@@ -177,7 +180,7 @@ def test_report_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "not ours"}\n')
     with pytest.raises(NoRecords, match="must hold records of a run"):
         read_run(tmp_path)
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2,')
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2,\n')
     with pytest.raises(NoRecords, match="log.jsonl, line 2: must be a JSON object with a step"):
         read_run(tmp_path)
 
@@ -189,6 +192,42 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     with pytest.raises(NoRecords, match="several runs: must be one; name one of .*first, .*second"):
         read_run(tmp_path)
     assert read_run(tmp_path / "first").series["loss"] == [(32.0, 3.0)]
+
+
+def test_a_cut_off_last_line_is_left_out_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    log = tmp_path / "dho2.jsonl"
+    log.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_run(tmp_path).series["loss"] == [(1.0, 2.0)]
+    log.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
+    with pytest.raises(NoRecords, match="line 2"):
+        read_run(tmp_path)
+
+
+def test_the_base_alone_logs_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "dho2.jsonl"
+    for base, settings in (("adamw", {}), ("sgd", {"momentum": 0.9})):
+        path.unlink(missing_ok=True)
+        model = torch.nn.Linear(2, 1)
+        optimizer = dho2_ds.DHO2(model.parameters(), base=base, num_eigenvectors=0, log=str(path), **settings)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.log(loss=math.nan)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [
+            {"step": step, "loss": None} for step in (1, 2, 3)
+        ]
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(logging.getLogger("dho2_ds"), "propagate", True)
+    optimizer = dho2_ds.DHO2([torch.nn.Parameter(torch.ones(2))], num_eigenvectors=0, log=str(tmp_path / "file/log"))
+    for _ in range(2):
+        optimizer.log(loss=1.0)
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] != []
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
 
 
 def test_logging_without_a_log() -> None:

@@ -120,6 +120,16 @@ def test_the_smoothed_density_is_that_of_the_exact_eigenvalues(dense: Tensor) ->
     assert distance < 0.1 < shifted, (distance, shifted)
 
 
+def test_any_seed_will_do() -> None:
+    """A date as a seed: the counter passes 2^63 and goes on from -2^63."""
+    model = torch.nn.Linear(3, 1)
+    batch = torch.ones(4, 3)
+    found = dho2_ds.spectral_density(
+        model, lambda m, x: m(x).square().mean(), [batch], probes=2, lanczos_steps=3, seed=20261130
+    )
+    assert all(math.isfinite(value) for probe in found.nodes for value in probe)
+
+
 def test_probes_are_signs_and_differ() -> None:
     found = torch.stack([*probes(), *probes(1)])
     assert torch.equal(found.abs(), torch.ones_like(found))

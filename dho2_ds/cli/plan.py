@@ -78,8 +78,10 @@ def plan(
         refuse("parameters, model: must be one of the two; give --parameters 7e9 or --model FOLDER")
     if (flops is None) != (tokens is None):
         refuse("flops, tokens: must be given together; seconds follow from both")
+    if bandwidth is not None and flops is None:
+        refuse("bandwidth: must come with --flops and --tokens; seconds follow from all three")
     found = _read(config) if config is not None else {}
-    params: dict[str, Any] = dict(found.get("optimizer", {}).get("params", {"lr": 1e-3}))
+    params: dict[str, Any] = dict(_object(_object(found, "optimizer"), "params"))
     curvature: dict[str, Any] = dict(params.get("curvature") or {})
     options = {
         "mode": mode,
@@ -92,7 +94,9 @@ def plan(
     overrides = {"base": base, "num_eigenvectors": eigenvectors}
     params |= {"curvature": curvature, **{key: value for key, value in overrides.items() if value is not None}}
     try:
-        settings = parse_config({key: value for key, value in params.items() if value != "auto"})
+        # Trainers fill "auto" in, except where it is ours.
+        ours = ("lr",) if "lr_fraction" in params else ()
+        settings = parse_config({key: value for key, value in params.items() if value != "auto" or key in ours})
     except ConfigError as error:
         refuse(str(error))
     if model is not None:
@@ -129,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _engine(found: Mapping[str, Any]) -> Engine:
     stages: tuple[Engine, ...] = ("zero0", "zero1", "zero2", "zero3")
-    stage = _integer(found.get("zero_optimization", {}).get("stage"), 0)
+    stage = _integer(_object(found, "zero_optimization").get("stage"), 0)
     if stage not in range(len(stages)):
         refuse(f"zero_optimization.stage={stage}: must be 0, 1, 2 or 3; change it or give --engine")
     return stages[stage] if found else "ddp"
@@ -137,7 +141,13 @@ def _engine(found: Mapping[str, Any]) -> Engine:
 
 def _precision(found: Mapping[str, Any]) -> Precision:
     kinds: tuple[tuple[str, Precision], ...] = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-    return next((kind for key, kind in kinds if found.get(key, {}).get("enabled") is True), "float32")
+    return next((kind for key, kind in kinds if _object(found, key).get("enabled") is True), "float32")
+
+
+def _object(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a DeepSpeed JSON, empty where there is none."""
+    value = found.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _integer(value: Any, default: int) -> int:

@@ -61,6 +61,8 @@ def report(
     """
     from dho2_ds.records import NoRecords, read_run
 
+    if output.suffix == ".png":
+        refuse(f"output={output}: must be the page; the picture goes beside it, as {output.name}")
     if not run.exists():
         refuse(f"run={run}: must be a folder or a file; check the path")
     plt = pyplot()
@@ -98,7 +100,7 @@ def summarise(run: Run) -> dict[str, Any]:
         f"last {run.unit}": max((points[-1][0] for points in series.values() if points), default=0.0),
         "loss, first": series["loss"][0][1] if series.get("loss") else None,
         "loss, last": last.get("loss"),
-        "refreshes": len(seconds),
+        "refreshes": max(0, len(seconds) - rejected),
         "rejected": rejected,
         "Hessian-vector products": int(last["hvps"]) if "hvps" in last else None,
         "seconds in refreshes": sum(seconds),

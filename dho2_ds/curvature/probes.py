@@ -30,10 +30,10 @@ def rademacher(host: Host, dtype: torch.dtype, device: torch.device, *, names: I
     vector = torch.zeros(host.layout.numel, dtype=dtype, device=device)
     begin = dict(zip(names, running_offsets(host.sizes[name] for name in names), strict=True))
     for segment in host.layout.segments:
-        first = probe * _STREAM + begin[segment.name] + segment.start
+        first = (probe * _STREAM + begin[segment.name] + segment.start + (1 << 63)) % (1 << 64) - (1 << 63)
         for low in range(0, segment.length, 1 << 20):
             length = min(1 << 20, segment.length - low)
-            x = torch.arange(first + low, first + low + length, dtype=torch.int64, device=device)
+            x = torch.arange(low, low + length, dtype=torch.int64, device=device).add_(first)  # wraps, as do products
             x = (x + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
             x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
             x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB

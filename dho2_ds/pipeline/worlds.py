@@ -213,7 +213,15 @@ def _find_launcher() -> None:
             raise RuntimeError("started by MPI: mpi4py must be installed; pip install 'dho2-ds[mpi]'") from error
         world = MPI.COMM_WORLD
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
-        host, port = world.bcast(_meeting_point(several=local.Get_size() < world.Get_size()), root=0)
+        several, place, problem = local.Get_size() < world.Get_size(), ("", 0), ""
+        if world.Get_rank() == 0:  # its address is the one that counts, and all fail with it
+            try:
+                place = _meeting_point(several=several)
+            except RuntimeError as error:
+                problem = str(error)
+        (host, port), problem = world.bcast((place, problem), root=0)
+        if problem:
+            raise RuntimeError(problem)
         # Open MPI numbers the processes of a machine in another order than the world; DeepSpeed compares with it.
         local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or str(local.Get_rank())
         os.environ.update(
