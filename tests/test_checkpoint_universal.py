@@ -142,6 +142,7 @@ def moved_worker(rank: int, world: int, kind: str, folder: str) -> dict[str, Any
     return {"warnings": texts, "entries": entries, "before": first_order, "after": run.optimizer.curvature_stats()}
 
 
+@pytest.mark.deepspeed
 @pytest.mark.timeout(170)
 def test_universal_checkpoint_continues_on_one_rank(tmp_path: Path) -> None:
     kinds = ["zero1", "zero3:sub_groups"]
