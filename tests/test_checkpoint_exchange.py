@@ -70,7 +70,6 @@ def exchange_worker(rank: int, world: int, kinds: list[str], folder: str) -> Non
         assert max(abs(a - b) for a, b in zip(curved.train(2), ahead, strict=True)) < 1e-6, kind
 
 
-@pytest.mark.deepspeed
 @pytest.mark.timeout(170)
 def test_torch_adamw_and_dho2_continue_each_other(tmp_path: Path) -> None:
     run_ranks(2, exchange_worker, ["zero1"], str(tmp_path), timeout=160)

@@ -189,8 +189,8 @@ class Job:
         }
         if self.engine is not None:
             engine, wrapper = self.engine, self.engine.optimizer
-            names = ("micro_steps", "global_steps", "skipped_steps", "global_samples")
-            result["counters"] = [getattr(engine, name) for name in names]
+            names = ("micro_steps", "global_steps", "skipped_steps", "global_samples", "losses")
+            result["counters"] = [getattr(engine, name, None) for name in names]
             result["counters"].append(engine.is_gradient_accumulation_boundary())
             held = getattr(wrapper, "averaged_gradients", {})
             result["held"] = sorted(i for i, value in held.items() if value is not None)
