@@ -123,12 +123,13 @@ class PartitionedHost(Host):
         self._state = ModelState(self.module)
         boundary = engine._is_gradient_accumulation_boundary
         # Older DeepSpeed releases add up the loss of every backward and send it to their monitors.
-        losses, monitor = getattr(engine, "losses", None), getattr(engine, "monitor", None)
+        losses: Any = getattr(engine, "losses", None)
+        monitor: Any = getattr(engine, "monitor", None)
         monitored = getattr(monitor, "enabled", False)
-        if monitored:
-            monitor.enabled = False
         kept: list[tuple[Tensor, Tensor]] = []
         try:
+            if monitored:
+                monitor.enabled = False
             self._state.clear_grads()  # the engine's backward would add to the saved tensors in place
             self._before_weights_change()
             self._backup = [partition.detach().clone() for partition in self._partitions]
