@@ -2,6 +2,8 @@
 #   make demo      train the example on two processes and draw the result (ARGS='--steps 200' adds options)
 #   make test      lint, types and the quick tests (ARGS='-k name' adds pytest options)
 #   make test-all  all tests; installs Hugging Face's and Lightning's packages and an MPI first (about 300 MB)
+#   make test-deepspeed-min, make test-deepspeed-max   the tests that need DeepSpeed, with the oldest release supported and
+#                  with the newest on the index, each in an environment of its own, .venv-deepspeed-min and -max
 #   make lint      lint and types;  make format  applies the formatter
 #   make docs      write the tables of settings in configs/README.md anew
 #   make bench     the cost of a step beside AdamW's
@@ -14,9 +16,10 @@ PYTHON ?= python3
 ARGS ?=
 MINUTES ?= 30
 VENV := .venv
-PY := $(VENV)/bin/python
+PY = $(VENV)/bin/python
 STAMP := $(VENV)/.dho2-installed
 STAMP_ALL := $(STAMP)-all
+DEEPSPEED_MIN := $(shell sed -n 's/.*"deepspeed>=\([^"]*\)".*/\1/p' pyproject.toml)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 # `deepspeed`, `ninja` and `mpirun` are looked up by name, also by processes that a test starts.
@@ -40,7 +43,8 @@ ACCELERATOR = if [ -z "$$DS_ACCELERATOR" ] && ! $(PY) -c 'import sys, torch; sys
 TIME_TO_TARGET = $(PY) examples/benchmarks/time_to_target.py
 SMOKE := runs/bench-smoke
 
-.PHONY: help install demo test test-all lint format docs bench bench-sweep bench-report bench-smoke clean
+.PHONY: help install demo test test-all test-deepspeed-min test-deepspeed-max lint format docs bench bench-sweep
+.PHONY: bench-report bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:
@@ -80,6 +84,23 @@ test: lint
 test-all: $(STAMP_ALL) lint bench-smoke
 	@$(ACCELERATOR); $(PY) -m pytest -q --durations=15 -m '' $(ARGS)
 
+# The same pins but DeepSpeed's, which is looked up anew by every run: the newest release is the newest of today.
+# Releases come as sources whose build asks the installed torch, so it is built without isolation.
+test-deepspeed-min: DEEPSPEED = 'deepspeed==$(DEEPSPEED_MIN)'
+test-deepspeed-max: DEEPSPEED = --upgrade deepspeed
+test-deepspeed-%: VENV = .venv-deepspeed-$*
+test-deepspeed-%: export PIP_CONSTRAINT = $(VENV)/constraints.txt
+test-deepspeed-min test-deepspeed-max: test-deepspeed-%:
+	@set -e; export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; \
+	if ! $(PY) -c '' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); fi; \
+	grep -v '^deepspeed==' constraints.txt >$(PIP_CONSTRAINT); \
+	install() { $(PY) -m pip install $(if $(MAKE_TERMOUT),,-q) "$$@"; }; \
+	install '$(TORCH)'; \
+	install -e '.[test]'; \
+	install --no-build-isolation $(DEEPSPEED); \
+	$(PY) -c 'from importlib.metadata import version as v; print("deepspeed", v("deepspeed"), "on torch", v("torch"))'; \
+	$(ACCELERATOR); $(PY) -m pytest -q --durations=15 -m deepspeed $(ARGS)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -108,5 +129,5 @@ bench-smoke: $(STAMP)
 	@$(TIME_TO_TARGET) report --results $(SMOKE)
 
 clean:
-	rm -rf $(VENV) .venv.lock .torch_extensions .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-deepspeed-min $(VENV)-deepspeed-max .venv.lock .torch_extensions .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ converted; a loading engine finds it there.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -102,6 +103,13 @@ def convert(folder: Path, kinds: list[str]) -> None:
         assert process.returncode == 0, (kind, output[-2000:])
 
 
+def converts_sub_groups() -> bool:
+    """Older releases' converter takes all of ZeRO-3's parameters to lie in the first sub-group, and stops."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    return "enumerate(param_shapes)" in inspect.getsource(ds_to_universal.extract_zero_shards_stage3)
+
+
 def check_merged(saved: list[dict[str, Any]], kinds: list[str]) -> None:
     """``zero_to_fp32`` gives the float32 weights."""
     for kind in kinds:
@@ -142,9 +150,10 @@ def moved_worker(rank: int, world: int, kind: str, folder: str) -> dict[str, Any
     return {"warnings": texts, "entries": entries, "before": first_order, "after": run.optimizer.curvature_stats()}
 
 
+@pytest.mark.deepspeed
 @pytest.mark.timeout(170)
 def test_universal_checkpoint_continues_on_one_rank(tmp_path: Path) -> None:
-    kinds = ["zero1", "zero3:sub_groups"]
+    kinds = ["zero1", "zero3:sub_groups"] if converts_sub_groups() else ["zero1"]
     saved = run_ranks(2, save_worker, kinds, str(tmp_path), timeout=80)
     check_merged(saved, kinds)
     convert(tmp_path, kinds)

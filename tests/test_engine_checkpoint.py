@@ -78,6 +78,7 @@ def resume_worker(
             assert not texts, (kind, tag, texts)
 
 
+@pytest.mark.deepspeed
 @pytest.mark.timeout(170)
 def test_resume_is_bit_exact(tmp_path: Path) -> None:
     """Half-accumulated gradients are not in a DeepSpeed checkpoint: the window is replayed from its first batch."""
@@ -169,6 +170,7 @@ def order_worker(rank: int, world: int, kinds: list[str], folder: str) -> None:
             assert_same(snapshot(plain, plain.train(4)), want, (kind, "gone back"))
 
 
+@pytest.mark.deepspeed
 @pytest.mark.timeout(170)
 def test_any_order_of_calls(tmp_path: Path) -> None:
     run_ranks(2, order_worker, ["zero1"], str(tmp_path), timeout=160)

@@ -64,10 +64,13 @@ def run_script(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-pytestmark = pytest.mark.skipif(
-    not any(e.name == "dho2_ds" for e in entry_points(group="torch.backends")),
-    reason="the package is not installed, so torch does not load its entry point",
-)
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        not any(e.name == "dho2_ds" for e in entry_points(group="torch.backends")),
+        reason="the package is not installed, so torch does not load its entry point",
+    ),
+]
 
 
 def test_no_change_to_the_script(tmp_path: Path) -> None:

@@ -65,7 +65,10 @@ WORLDS = {(2, 1): ["ddp", "zero2", "zero3"], (1, 2): ["zero1", "zero3"], (2, 2):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("training,curvature", [(2, 1), (2, 2), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "training,curvature",
+    [pytest.param(2, 1, marks=pytest.mark.deepspeed), (2, 2), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
 def test_every_engine(training: int, curvature: int) -> None:
     kinds = WORLDS[training, curvature]
     for results in run_both(training, curvature, compare, [(kind, REPLAY) for kind in kinds], timeout=250):

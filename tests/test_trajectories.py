@@ -137,7 +137,7 @@ def test_groups_with_different_learning_rates_match_reference() -> None:
     ("world", "rule"),
     [
         (1, "adaptive-adamw"),
-        (2, "adaptive-adamw"),
+        pytest.param(2, "adaptive-adamw", marks=pytest.mark.deepspeed),
         (2, "fosi-adamw"),
         (2, "auto-adamw"),
         pytest.param(4, "adaptive-adamw", marks=pytest.mark.timeout(400)),
@@ -169,7 +169,7 @@ def test_engines_match_reference_and_each_other(world: int, rule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.deepspeed), 4])
 def test_variants_match_reference(world: int) -> None:
     """Offload, round-robin gradients, no resident small parameters: the same float32 trajectory."""
     kinds = ["zero2:offload", "zero3:offload", "zero1:round_robin", "zero2:round_robin", "zero3:persistence0"]
@@ -181,6 +181,7 @@ def test_variants_match_reference(world: int) -> None:
 BF16 = ["zero0:bf16", "zero1:bf16", "zero2:bf16", "zero3:bf16", "zero1:bf16_accum"]
 
 
+@pytest.mark.deepspeed
 @pytest.mark.timeout(400)
 def test_bf16_with_float32_masters_trains_alike() -> None:
     """bfloat16 compute: 2^-9 relative rounding per operation, and 3-6 % error per product, so 3 % in the loss."""

@@ -189,8 +189,8 @@ class Job:
         }
         if self.engine is not None:
             engine, wrapper = self.engine, self.engine.optimizer
-            names = ("micro_steps", "global_steps", "skipped_steps", "global_samples")
-            result["counters"] = [getattr(engine, name) for name in names]
+            names = ("micro_steps", "global_steps", "skipped_steps", "global_samples", "losses")
+            result["counters"] = [getattr(engine, name, None) for name in names]
             result["counters"].append(engine.is_gradient_accumulation_boundary())
             held = getattr(wrapper, "averaged_gradients", {})
             result["held"] = sorted(i for i, value in held.items() if value is not None)
@@ -669,6 +669,7 @@ def outcome() -> list[dict[str, Any]]:
     return run_ranks(2, engines_worker, ENGINES, LOW, timeout=170)
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", ENGINES + LOW)
 def test_gradients_of_foreign_parameters_survive(outcome: list[dict[str, Any]], kind: str) -> None:
     """Parameters that require gradients and are not the optimizer's: their ``.grad`` is the user's."""
@@ -677,6 +678,7 @@ def test_gradients_of_foreign_parameters_survive(outcome: list[dict[str, Any]], 
         assert "foreign grads" not in found["step 2"][1] + found["step 4"][1]
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", ENGINES + LOW)
 def test_an_engine_does_not_notice_a_refresh(outcome: list[dict[str, Any]], kind: str) -> None:
     """Low-precision weights, masters, gradients, buffers, RNG, counters; then training goes on bit for bit as without.
@@ -697,6 +699,7 @@ def check_left_alone(found: dict[str, Any]) -> None:
     assert found["moved"] > 1e-3
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3"])
 def test_a_nan_does_not_stay_behind(outcome: list[dict[str, Any]], kind: str) -> None:
     """A NaN gradient of a refused refresh, left in an engine's buffer, would make it skip every later step."""
@@ -712,6 +715,7 @@ def test_all_ranks_raise_together(outcome: list[dict[str, Any]], kind: str) -> N
     assert second == ("ZeroDivisionError: the loss function failed", [])
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
 def test_eigenvalues_are_those_of_the_loss(outcome: list[dict[str, Any]], kind: str) -> None:
     """Whatever the engine does to losses: accumulation, clipping, loss scaling; and with tied, frozen, unused, shared
@@ -722,12 +726,14 @@ def test_eigenvalues_are_those_of_the_loss(outcome: list[dict[str, Any]], kind: 
     assert set(of(outcome[0], "curvature", kind)) == wanted(kind)
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
 def test_convolutions_on_engines(outcome: list[dict[str, Any]], kind: str) -> None:
     """channels_last weights and 0-d parameters under DDP; parameters of one element everywhere."""
     assert all(of(result, "convolutions", kind) < 1e-3 for result in outcome)
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", [kind for kind in ENGINES if kind.startswith("zero")])
 def test_a_refresh_amid_an_accumulation_window_is_refused(outcome: list[dict[str, Any]], kind: str) -> None:
     for result in outcome:

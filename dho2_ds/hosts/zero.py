@@ -122,8 +122,14 @@ class PartitionedHost(Host):
             )
         self._state = ModelState(self.module)
         boundary = engine._is_gradient_accumulation_boundary
+        # Older DeepSpeed releases add up the loss of every backward and send it to their monitors.
+        losses: Any = getattr(engine, "losses", None)
+        monitor: Any = getattr(engine, "monitor", None)
+        monitored = getattr(monitor, "enabled", False)
         kept: list[tuple[Tensor, Tensor]] = []
         try:
+            if monitored:
+                monitor.enabled = False
             self._state.clear_grads()  # the engine's backward would add to the saved tensors in place
             self._before_weights_change()
             self._backup = [partition.detach().clone() for partition in self._partitions]
@@ -139,7 +145,9 @@ class PartitionedHost(Host):
                 accumulator.copy_(saved)
             if self._backup:  # empty if memory ran out before anything was changed
                 self._write(None, 0.0)
-            engine._is_gradient_accumulation_boundary = boundary
+            engine._is_gradient_accumulation_boundary, engine.losses = boundary, losses
+            if monitored:
+                monitor.enabled = True
             self._state.restore()
             self._state, self._backup = None, []
 
@@ -272,7 +280,8 @@ class ZeroHost(PartitionedHost):
                 wrapper._release_preflattened_grad_buffers()
             for index in range(len(self.shards)):
                 wrapper.averaged_gradients[index] = None
-                wrapper.all_grad_tensors[index] = None
+                if hasattr(wrapper, "all_grad_tensors"):
+                    wrapper.all_grad_tensors[index] = None
         wrapper.zero_grad(set_to_none=True)
         wrapper.micro_step_id = -1
 
@@ -300,7 +309,11 @@ class BF16Host(ZeroHost):
             out[shard.offset : shard.offset + shard.numel].add_(grad, alpha=weight)
 
     def _clear_engine(self) -> None:
-        self.wrapper.zero_grad()
+        if hasattr(self.wrapper, "zero_grad"):
+            self.wrapper.zero_grad()
+        else:  # older DeepSpeed releases clear the two kinds of gradients one by one
+            self.wrapper.clear_lp_grads()
+            self.wrapper.clear_hp_grads()
 
     def _after_weights_change(self) -> None:
         _all_gather(self.wrapper, self.wrapper.bf16_groups_flat, self.wrapper.bf16_partitioned_groups)

@@ -77,6 +77,10 @@ class Zero3Host(PartitionedHost):
     def _after_weights_change(self) -> None:
         """Gathered copies are stale now: small parameters that ZeRO-3 keeps resident are gathered again."""
         persistent = self.wrapper.persistent_parameters
-        if persistent:
+        if persistent and persistent[0].device.type == "cpu":
+            # One by one: of several at once, older DeepSpeed releases wait for the last only, and gloo's are unordered.
+            for param in persistent:
+                param.all_gather([param])
+        elif persistent:
             persistent[0].all_gather(persistent)
         self.wrapper.invalidate_secondary_tensor()
