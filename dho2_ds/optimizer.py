@@ -195,11 +195,14 @@ class DHO2(CheckpointedOptimizer):
         if self.config.log is None:
             raise ConfigError("log=None: must be the path of a file to log to; set log='run/dho2.jsonl'")
         if is_main():
-            append_line(self.config.log, {"step": self.steps, **{name: float(value) for name, value in values.items()}})
+            append_line(
+                self.config.log, {"step": self.steps, **{name: _float(value) for name, value in values.items()}}
+            )
 
     def _tell(self, host: Host, report: Refresh) -> None:
         """Send a refresh to the engine's monitors, if it has any, and to the log."""
-        stats = self.curvature_stats()
+        # s as it is from the next step on, like the eigenvalues beside it.
+        stats = {**self.curvature_stats(), "lr_scale": self._space.scale(self._step)}
         engine = getattr(host, "engine", None)
         if engine is not None:
             write_events(engine, stats, report.seconds)
@@ -502,3 +505,8 @@ class DHO2(CheckpointedOptimizer):
         self._link_state()
         self._space.verify(self._host)
         return Moment(self._host, self._base, self._groups, self._step, self._source)
+
+
+def _float(value: Any) -> float:
+    """A number, also of a tensor that requires a gradient."""
+    return float(value.detach() if isinstance(value, Tensor) else value)

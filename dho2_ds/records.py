@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def _log_values(file: Path) -> Iterator[tuple[str, float, float]]:
                 yield from ((f"{_EIGENVALUE}{i}", step, float(entry)) for i, entry in enumerate(value))
             elif isinstance(value, (int, float)):
                 yield name, step, float(value)
+            elif name == "loss" and value is None:  # JSON has no NaN; the report must say that it was one
+                yield name, step, math.nan
 
 
 def _csv_values(file: Path) -> Iterator[tuple[str, float, float]]:

@@ -203,6 +203,27 @@ def test_a_cut_off_last_line_is_left_out_and_a_damaged_one_is_not(tmp_path: Path
         read_run(tmp_path)
 
 
+def test_a_loss_that_became_nan_is_told(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0 / step if step < 4 else None} for step in range(1, 7)]
+    (tmp_path / "dho2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--output", str(tmp_path / "r.html"), "--json"])
+    assert result.exit_code == 0 and "NaN" not in result.stdout
+    summary = json.loads(result.stdout)["summary"]
+    assert summary["loss, last finite"] == pytest.approx(1 / 3) and summary["last step"] == 6
+    assert summary["loss not finite first at step"] == 4
+    for wrong in (str(tmp_path), str(tmp_path / "r.png"), str(tmp_path / "r.pdf")):
+        assert CliRunner().invoke(app, ["report", str(tmp_path), "--output", wrong]).exit_code == 2
+
+
+def test_a_record_of_a_refresh_has_the_scale_of_its_eigenvalues(tmp_path: Path) -> None:
+    path = tmp_path / "dho2.jsonl"
+    curvature = {"warmup_steps": 2, "interval": 100, "lanczos_steps": 20}
+    run = engines.Run("single", 0, 1, {"lr": "auto", "num_eigenvectors": 2, "curvature": curvature, "log": str(path)})
+    run.train(4)
+    (record,) = (json.loads(line) for line in path.read_text().splitlines())
+    assert record["step"] == 2 and record["lr_scale"] == run.optimizer.curvature_stats()["lr_scale"] > 1
+
+
 def test_the_base_alone_logs_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "dho2.jsonl"
     for base, settings in (("adamw", {}), ("sgd", {"momentum": 0.9})):

@@ -254,6 +254,8 @@ def test_command_takes_a_module_and_a_dict(job: Path) -> None:
         (["job.py:nothing"], 2, "must return (model, loss_fn, data) or a dict of these"),
         (["job.py:build", "-k", "100000"], 2, "k=100000: must be between 1 and 213"),
         (["job.py:build", "--batches", "2"], 2, "batches=2: must be at most 1"),
+        (["job.py:build", "-k", "8", "--lanczos-steps", "9"], 2, "lanczos_steps=9: must be >= 10 (k + 2)"),
+        (["job.py:build", "--output", "x.foo"], 2, "output=x.foo: must be a picture's name"),
         (["job.py:infinite", "-k", "2"], 1, "no spectrum: "),
     ],
 )

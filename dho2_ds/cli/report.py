@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +62,8 @@ def report(
     """
     from dho2_ds.records import NoRecords, read_run
 
-    if output.suffix == ".png":
-        refuse(f"output={output}: must be the page; the picture goes beside it, as {output.name}")
+    if output.suffix not in (".html", ".htm") or output.is_dir():
+        refuse(f"output={output}: must be a page's name, such as report.html; the picture goes beside it")
     if not run.exists():
         refuse(f"run={run}: must be a folder or a file; check the path")
     plt = pyplot()
@@ -82,7 +83,8 @@ def report(
     summary = summarise(found)
     output.write_text(_page(run.resolve().name, found, summary, picture.read_bytes()))
     if as_json:
-        typer.echo(json.dumps({"summary": summary, "unit": found.unit, "series": found.series}, indent=2))
+        finite = {k: [(x, y if math.isfinite(y) else None) for x, y in points] for k, points in found.series.items()}
+        typer.echo(json.dumps({"summary": summary, "unit": found.unit, "series": finite}, indent=2))
         return
     for key, value in summary.items():
         typer.echo(f"{key}: {_number(value)}")
@@ -95,11 +97,14 @@ def summarise(run: Run) -> dict[str, Any]:
     seconds = [value for _, value in series.get("refresh_seconds", [])]
     last = {name: points[-1][1] for name, points in series.items() if points}
     rejected = int(last.get("rejected", 0))
+    losses = [value for _, value in series.get("loss", []) if math.isfinite(value)]
+    lost = [x for x, value in series.get("loss", []) if not math.isfinite(value)]
     found: dict[str, Any] = {
         "records": run.source,
         f"last {run.unit}": max((points[-1][0] for points in series.values() if points), default=0.0),
-        "loss, first": series["loss"][0][1] if series.get("loss") else None,
-        "loss, last": last.get("loss"),
+        "loss, first": losses[0] if losses else None,
+        "loss, last finite" if lost else "loss, last": losses[-1] if losses else None,
+        f"loss not finite first at {run.unit}": lost[0] if lost else None,
         "refreshes": max(0, len(seconds) - rejected),
         "rejected": rejected,
         "Hessian-vector products": int(last["hvps"]) if "hvps" in last else None,
@@ -130,7 +135,7 @@ def draw(run: Run, plt: Any) -> Any:
         logarithmic(eigenvalues)
     else:
         _line(eigenvalues, [], "|eigenvalue|")
-    if run.series.get("loss") and all(value > 0 for _, value in run.series["loss"]):
+    if run.series.get("loss") and not any(value <= 0 for _, value in run.series["loss"]):
         logarithmic(loss)
     _line(age, _ages(run), "basis age (steps)", color=blue)
     _line(captured, run.series.get("captured_fraction", []), "captured\nfraction", color=blue, marker="o", ms=4)

@@ -63,6 +63,10 @@ def spectrum(
     from dho2_ds.config import ConfigError
     from dho2_ds.spectra import NoSpectrum
 
+    if lanczos_steps is not None and lanczos_steps < k + 2:
+        refuse(f"lanczos_steps={lanczos_steps}: must be >= {k + 2} (k + 2); raise it or lower k")
+    if output.suffix != ".png":
+        refuse(f"output={output}: must be a picture's name that ends in .png; the JSON goes beside it")
     build = _function(source)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not dist.is_initialized():
@@ -179,7 +183,7 @@ def _report(found: Spectrum, density: Density | None, output: Path, as_json: boo
         typer.echo(json.dumps(result, indent=2))
         return
     console = Console()
-    table = Table("", "eigenvalue", "error at most")
+    table = Table("", "eigenvalue", "residual")
     for index, (value, residual) in enumerate(zip(found.eigenvalues, found.residuals, strict=True), start=1):
         table.add_row(str(index), f"{value:.6g}", f"{residual:.1e}")
     console.print(table)
