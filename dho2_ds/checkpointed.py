@@ -288,19 +288,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         record = Record.of(self.config.rule, self.config.base)
         record.step = self._step
         self._refresher.describe(record, self._step)
-        if self._loaded is None:
-            self._space.describe(record)
-        else:  # loaded, and not yet linked to a host
-            for key in (
-                "reference_lr",
-                "auto_scale",
-                "kept",
-                "born",
-                "next_eigenvalue",
-                "moving",
-                "eigenvalues",
-                "velocity",
-            ):
+        self._space.describe(record)
+        if self._loaded is not None:  # a basis that is not yet linked to a host
+            for key in ("kept", "born", "next_eigenvalue", "moving", "eigenvalues", "velocity"):
                 setattr(record, key, getattr(self._loaded[0], key))
         return record
 

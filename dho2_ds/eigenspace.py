@@ -66,6 +66,8 @@ class Eigenspace:
         """
         if self._config.lr == "auto" and (self.lr_scale < 1.0 or self.basis is None):
             return min(self.lr_scale, 1.0)
+        if self._config.lr != "auto" and self._too_old(step):
+            return 1.0
         return 1.0 + self.trust(step) * (self.lr_scale - 1.0)
 
     def age(self, step: int) -> int | None:
@@ -81,10 +83,13 @@ class Eigenspace:
         age = self.age(step)
         return min(1.0, 2 * self.interval / age) if age else 1.0
 
+    def _too_old(self, step: int) -> bool:
+        limit, age = self._config.curvature.max_age, self.age(step)
+        return age is not None and limit is not None and age >= limit
+
     def active(self, step: int) -> Eigenbasis | None:
         """The basis to use at ``step``, or None before the first and after ``max_age``."""
-        limit, age = self._config.curvature.max_age, self.age(step)
-        if age is None or limit is None or age < limit:
+        if not self._too_old(step):
             self._expired = False
             return self.basis
         if not self._expired and is_main():
@@ -92,7 +97,7 @@ class Eigenspace:
                 "step %d: the eigenbasis is older than curvature.max_age=%d steps; the base optimizer goes on alone "
                 "until the next accepted refresh",
                 step,
-                limit,
+                self._config.curvature.max_age,
             )
         self._expired = True
         return None

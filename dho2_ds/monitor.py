@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dho2_ds.config import CurvatureConfig, DHO2Config
-from dho2_ds.curvature.refresh import Refresh, affordable_interval, default_lanczos_steps
+from dho2_ds.curvature.refresh import Refresh, affordable_interval, lanczos_budget
 
 logger = logging.getLogger("dho2_ds")
 if not logger.handlers and not logging.getLogger().handlers:
@@ -52,7 +52,7 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
     """
     k = config.num_eigenvectors
     item = 2 if config.curvature.eigenvector_dtype == "bfloat16" else 4
-    steps = config.curvature.lanczos_steps or default_lanczos_steps(k, numel)
+    steps = lanczos_budget(config.curvature.lanczos_steps, k, numel)
     route, why = chosen_route(config.curvature)
     # On curvature ranks the Lanczos vectors are elsewhere: weights, P^(1/2) and start vector go there, k rows return.
     vectors = k + 3 if config.curvature.mode == "dedicated" else steps + 5

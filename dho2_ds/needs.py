@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dho2_ds.config import DHO2Config
-from dho2_ds.curvature.refresh import default_lanczos_steps
+from dho2_ds.curvature.refresh import lanczos_budget
 from dho2_ds.sharding.blocks import assign, cut, owner_layouts
 from dho2_ds.soap_base import state_layouts
 
@@ -70,7 +70,7 @@ class Needs:
         self.own, self.state = self.share, 0  # elements of a vector of ours, of SOAP's state
         if config.base == "soap":
             self._lay_out_soap()
-        budget = config.curvature.lanczos_steps or default_lanczos_steps(self.k, self.numel)
+        budget = lanczos_budget(config.curvature.lanczos_steps, self.k, self.numel)
         self.hvps = min(budget, self.numel) if self.k else 0
 
     def _share(self) -> int:

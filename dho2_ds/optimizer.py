@@ -419,8 +419,7 @@ class DHO2(CheckpointedOptimizer):
         basis = self._space.active(self._step)
         lr, trust = self._largest_lr(groups), self._space.trust(self._step)
         self._space.reference_lr = max(self._space.reference_lr, lr)
-        alone = basis is None and self.config.lr != "auto"
-        self._lr_scale = 1.0 if alone else self._space.scale(self._step)
+        self._lr_scale = self._space.scale(self._step)
         self._refresher.before_step(host)
         if basis is None:
             base.step(groups, self._lr_scale)

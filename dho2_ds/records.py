@@ -36,6 +36,11 @@ class Run:
     series: dict[str, Series]
 
     @property
+    def end(self) -> float:
+        """The last x of any series."""
+        return max((points[-1][0] for points in self.series.values() if points), default=0.0)
+
+    @property
     def eigenvalues(self) -> list[Series]:
         """By falling magnitude."""
         names = [name for name in self.series if name.startswith(_EIGENVALUE)]

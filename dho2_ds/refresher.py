@@ -14,7 +14,7 @@ from dho2_ds.base import BaseOptimizer
 from dho2_ds.checkpoint import Record
 from dho2_ds.config import ConfigError, DHO2Config
 from dho2_ds.curvature.hvp import FiniteDifference
-from dho2_ds.curvature.refresh import Order, Outcome, Refresh, affordable_interval, default_lanczos_steps, refresh
+from dho2_ds.curvature.refresh import Order, Outcome, Refresh, affordable_interval, lanczos_budget, refresh
 from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.curvature.spread import SpreadRefresh
 from dho2_ds.eigenspace import Eigenspace
@@ -216,7 +216,7 @@ class Refresher:
             hint[chunk.start : chunk.stop] = chunk.root(direction) if rooted else direction
         order = Order(
             k=k,
-            budget=self._config.curvature.lanczos_steps or default_lanczos_steps(k, host.numel),
+            budget=lanczos_budget(self._config.curvature.lanczos_steps, k, host.numel),
             dtype=base.dtype,
             device=base.device,
             born=moment.step,

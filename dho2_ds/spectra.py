@@ -14,7 +14,7 @@ from dho2_ds.config import ConfigError
 from dho2_ds.curvature.density import Density, density_process
 from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.lanczos import LanczosError
-from dho2_ds.curvature.refresh import Order, default_lanczos_steps, evaluate, refresh
+from dho2_ds.curvature.refresh import Order, evaluate, lanczos_budget, refresh
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import make_host
 from dho2_ds.shards import working_device, working_dtype
@@ -88,7 +88,7 @@ def spectrum(
         lambda x: x,
         Order(
             k=k,
-            budget=lanczos_steps or default_lanczos_steps(k, host.numel),
+            budget=lanczos_budget(lanczos_steps, k, host.numel),
             dtype=working_dtype(shard.param for shard in host.shards),
             device=working_device(host.shards),
             all_pairs=True,

@@ -101,7 +101,7 @@ def summarise(run: Run) -> dict[str, Any]:
     lost = [x for x, value in series.get("loss", []) if not math.isfinite(value)]
     found: dict[str, Any] = {
         "records": run.source,
-        f"last {run.unit}": max((points[-1][0] for points in series.values() if points), default=0.0),
+        f"last {run.unit}": run.end,
         "loss, first": losses[0] if losses else None,
         "loss, last finite" if lost else "loss, last": losses[-1] if losses else None,
         f"loss not finite first at {run.unit}": lost[0] if lost else None,
@@ -164,9 +164,8 @@ def _ages(run: Run) -> Series:
             before, old = points[-1]
             points.append((x, old + x - before))
         points.append((x, age))
-    end = max((series[-1][0] for series in run.series.values() if series), default=0.0)
-    if points and run.unit == "step" and end > points[-1][0]:
-        points.append((end, points[-1][1] + end - points[-1][0]))
+    if points and run.unit == "step" and run.end > points[-1][0]:
+        points.append((run.end, points[-1][1] + run.end - points[-1][0]))
     return points
 
 

@@ -50,17 +50,20 @@ class Refresh:
     transient_bytes: int = 0
 
 
-def default_lanczos_steps(k: int, numel: int) -> int:
-    """max(2k + 4, ceil(2 ln n)): 2k products capture 97-99 % of the leading eigenvalues' mass, and about c log n are
-    needed before outliers are visible at all (Garza-Vargas and Kulkarni 2020)."""
-    return max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
+def lanczos_budget(given: int | None, k: int, numel: int) -> int:
+    """Products of a refresh: ``lanczos_steps`` as given, or max(2k + 4, ceil(2 ln n)).
+
+    2k products capture 97-99 % of the leading eigenvalues' mass, and about c log n are needed before outliers are
+    visible at all (Garza-Vargas and Kulkarni 2020).
+    """
+    return given or max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
 
 
 def affordable_interval(curvature: CurvatureConfig, k: int, numel: int) -> int:
     """Steps between refreshes: ``curvature.interval``, or more where ``curvature.budget`` asks for more."""
     if curvature.budget is None:
         return curvature.interval
-    steps = curvature.lanczos_steps or default_lanczos_steps(k, numel)
+    steps = lanczos_budget(curvature.lanczos_steps, k, numel)
     return max(curvature.interval, math.ceil(2 * steps * curvature.batches / curvature.budget))
 
 

@@ -69,7 +69,7 @@ class Peer:
 
     def grid(self, task: Task, steps: int) -> list[Settings]:
         """Everything that counts as a trial of this peer."""
-        return [self.settings(task, steps, lr, variant) for variant in self.variants for lr in self.outwards()]
+        return [self.settings(task, steps, lr, variant) for variant in self.variants for lr in self.rates]
 
 
 def _adamw(model: nn.Module, task: Task, settings: Settings) -> Trainer:
