@@ -24,6 +24,7 @@ from dho2_ds.pipeline.wire import Link, LinkError, dtype_name, readable
 from dho2_ds.sharding.layout import Layout
 
 _INCOMPLETE = 60.0  # seconds after which a session to which not all curvature ranks came is forgotten
+_LAST_TURN = 5.0  # seconds the bridge's thread has to end when training does; its links are closed by then
 
 
 class State(Enum):
@@ -77,7 +78,8 @@ class Bridge:
         self.timings: list[tuple[str, int, float, float]] = []
         self._door = Door(host, port, token, self._admit, timeout)
         self.address = self._door.address
-        threading.Thread(target=self._run, name="dho2 bridge", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="dho2 bridge", daemon=True)
+        self._thread.start()
 
     # -- what the training thread calls ---------------------------------------------------------------------------
 
@@ -150,6 +152,9 @@ class Bridge:
             if session is not None:
                 session.close("training ended")
             self._wake()
+            if threading.current_thread() is not self._thread:  # it may be the one that collects garbage
+                # A thread that is amid a tensor operation when the interpreter ends makes the process abort.
+                self._thread.join(_LAST_TURN)
 
     # -- the door's threads ---------------------------------------------------------------------------------------
 
