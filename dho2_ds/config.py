@@ -63,8 +63,8 @@ class DHO2Config(Settings):
     lr: NonNegative | Literal["auto"] = setting(
         1e-3,
         "Learning rate of the base optimizer; schedules act on it as on any optimizer's. Outside the eigenvectors' "
-        'span curvature multiplies it by up to `max_lr_scale`. `"auto"`: curvature sets it, starting from 1e-3, and '
-        "a schedule acts on top; where Hugging Face's libraries read the JSON they put their own `learning_rate` in "
+        'span curvature multiplies it by up to `max_lr_scale`, 1 by default. `"auto"`: curvature sets it, starting '
+        "from 1e-3, and a schedule acts on top; where Hugging Face's libraries read the JSON they put their own `learning_rate` in "
         "its place.",
         "a finite number >= 0 or 'auto'",
         "set the rate that you would give the base optimizer",
@@ -131,9 +131,9 @@ class DHO2Config(Settings):
         "use 0.3 if unsure, or num_eigenvectors=0 to train without the Newton step",
     )
     max_lr_scale: Annotated[Finite, Field(ge=1)] = setting(
-        3.0,
+        1.0,
         "Upper bound of the factor by which `lr` grows outside the span, the ratio of the largest eigenvalue to the "
-        "first one outside; 1 leaves `lr` as it is.",
+        "first one outside. With 1 `lr` is what it is to the base optimizer alone, and a rate found for that fits.",
         "a finite number >= 1",
         "use 1 to leave lr as it is",
     )

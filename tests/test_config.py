@@ -29,7 +29,7 @@ def test_defaults() -> None:
     assert config == DHO2Config()
     assert (config.lr, config.base, config.rule) == (1e-3, "adamw", "adaptive")
     assert (config.betas, config.eps, config.fused) == ((0.9, 0.999), 1e-8, None)
-    assert (config.num_eigenvectors, config.newton_lr, config.max_lr_scale) == (8, 0.3, 3.0)
+    assert (config.num_eigenvectors, config.newton_lr, config.max_lr_scale) == (8, 0.3, 1.0)
     assert config.curvature == CurvatureConfig(
         mode="inline",
         hvp="auto",
@@ -55,7 +55,7 @@ def test_the_documented_json_is_accepted() -> None:
     curvature = {"mode": "inline", "hvp": "auto", "lanczos_steps": None, "warmup_steps": 100, "interval": 100}
     curvature |= {"batches": 1, "eigenvector_dtype": "float32", "max_age": None}
     params = {"lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "base": "adamw"}
-    params |= {"rule": "adaptive", "num_eigenvectors": 8, "newton_lr": 0.3, "max_lr_scale": 3.0}
+    params |= {"rule": "adaptive", "num_eigenvectors": 8, "newton_lr": 0.3, "max_lr_scale": 1.0}
     assert parse_config({**params, "curvature": curvature}).lr == 3e-3
 
 

@@ -1,7 +1,7 @@
 """The optimizers that are compared, each tuned on its own: over learning rates, and variants of what matters most.
 
-All see the same initial weights, batches, schedule and budget, and no weight decay. DHO2 has no variants, so no more
-trials than any peer. Sources: AdamW arXiv 1711.05101; Muon arXiv 2502.16982; SOAP 2409.11321;
+All see the same initial weights, batches, schedule and budget, and no weight decay. DHO2 has the rates and variants of
+its base, so no more trials than that. Sources: AdamW arXiv 1711.05101; Muon arXiv 2502.16982; SOAP 2409.11321;
 Shampoo 1802.09568, 2002.09018; K-FAC 1503.05671 in the inverse-free form of 2312.05705; Sophia 2305.14342; AdaHessian
 2006.00719; FOSI 2302.08484; DHO2 2505.00982.
 """
@@ -199,7 +199,15 @@ PEERS = {
             ADAM_RATES,
             ({"betas": [0.95, 0.95]}, {"betas": [0.9, 0.99]}),
         ),
-        Peer("dho2-soap", "DHO2 on SOAP", _hybrid, ADAM_RATES, ({"base": "soap"},), _tuned_curvature, ours=True),
+        Peer(
+            "dho2-soap",
+            "DHO2 on SOAP",
+            _hybrid,
+            ADAM_RATES,
+            ({"base": "soap"}, {"base": "soap", "betas": [0.9, 0.99]}),
+            _tuned_curvature,
+            ours=True,
+        ),
         Peer("dho2-one", "DHO2 on SOAP, one setting", _hybrid, (1e-2,), ({"base": "soap"},), _one_setting, ours=True),
         Peer("dho2-auto", "DHO2 on SOAP, lr auto", _auto, (START,), ({"base": "soap"},), _one_setting, ours=True),
         Peer(
@@ -207,7 +215,7 @@ PEERS = {
             "DHO2 on AdamW",
             _hybrid,
             ADAM_RATES,
-            ({"base": "adamw", "betas": [0.9, 0.95]},),
+            ({"base": "adamw", "betas": [0.9, 0.95]}, {"base": "adamw", "betas": [0.9, 0.999]}),
             _tuned_curvature,
             ours=True,
         ),
