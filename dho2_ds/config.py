@@ -64,8 +64,8 @@ class DHO2Config(Settings):
         1e-3,
         "Learning rate of the base optimizer; schedules act on it as on any optimizer's. Outside the eigenvectors' "
         'span curvature multiplies it by up to `max_lr_scale`, 1 by default. `"auto"`: curvature sets it, starting '
-        "from 1e-3, and a schedule acts on top; where Hugging Face's libraries read the JSON they put their own `learning_rate` in "
-        "its place.",
+        "from 1e-3, and a schedule acts on top; where Hugging Face's libraries read the JSON they put their own "
+        "`learning_rate` in its place.",
         "a finite number >= 0 or 'auto'",
         "set the rate that you would give the base optimizer",
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dho2_ds.config import DHO2Config
-from dho2_ds.curvature.refresh import lanczos_budget
+from dho2_ds.curvature.refresh import gradients_of, lanczos_budget
 from dho2_ds.sharding.blocks import assign, cut, owner_layouts
 from dho2_ds.soap_base import state_layouts
 
@@ -21,8 +21,6 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Shapes = Mapping[str, Sequence[int]]
 
 FLOAT, DOUBLE = 4, 8  # bytes
-GRADIENTS_PER_PRODUCT = 2
-"""Central differences; a double backward costs about as much."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Needs:
             self._lay_out_soap()
         budget = lanczos_budget(config.curvature.lanczos_steps, self.k, self.numel)
         self.hvps = min(budget, self.numel) if self.k else 0
+        self.gradients = gradients_of(config.curvature.hvp, self.hvps) if self.k else 0  # of a refresh and a batch
 
     def _share(self) -> int:
         """ZeRO-3 cuts every parameter, FSDP every first dimension, the others their concatenation."""
@@ -99,9 +98,10 @@ class Needs:
 
         Between steps: the k rows are kept in ``curvature.eigenvector_dtype``. In a refresh: m float32 Lanczos vectors
         (m - 1 of them with differences, whose check takes one product) and four more (the start or direction, the
-        product, a copy of it, the hint), beside what the engine's evaluation saves. Mode ``spread``: the snapshot and
-        a frozen P^(1/2) on top, and in a product the displacement twice. Mode ``dedicated``: weights, hint and P^(1/2)
-        wait to be sent, k rows come in; a curvature rank receives the first and keeps the k rows of its last job.
+        product, a copy of it, the hint; with forward differences the gradient), beside what the engine's evaluation
+        saves. Mode ``spread``: the snapshot and a frozen P^(1/2) on top, and in a product the displacement twice. Mode
+        ``dedicated``: weights, hint and P^(1/2) wait to be sent, k rows come in; a curvature rank receives the first
+        and keeps the k rows of its last job.
         """
         vector = FLOAT * self.own
         row = (2 if self.config.curvature.eigenvector_dtype == "bfloat16" else FLOAT) * self.own
@@ -109,9 +109,9 @@ class Needs:
         resting = Memory(self._weights(), gradients, self._base_state(), self.k * row)
         if not self.k:
             return resting
-        exact = self.config.curvature.hvp == "exact"
-        steps = self.hvps if exact else self.hvps - 1
-        lanczos = self._saved() + (4 + max(steps, 1)) * vector
+        hvp = self.config.curvature.hvp
+        steps = self.hvps if hvp == "exact" else self.hvps - 1
+        lanczos = self._saved() + (4 + (hvp == "forward_difference") + max(steps, 1)) * vector
         rooted = self.config.rule == "adaptive"
         sent = 2 * vector + (FLOAT * self.state or vector if rooted else 0)
         if mode == "dedicated":
@@ -192,8 +192,8 @@ class Needs:
         ) * n
         soap = 2 * FLOAT * self.share if self.state else 0
         if self.config.curvature.hvp == "exact":
-            product = FLOAT * n + 2 * FLOAT * n + soap
+            products = self.hvps * (FLOAT * n + 2 * FLOAT * n + soap)
         else:
             published = self.kept * n if self.engine not in ("zero3", "fsdp") else 0
-            product = GRADIENTS_PER_PRODUCT * (published + batches * own + soap)
-        return round((self.hvps * product + 2 * DOUBLE * self.hvps * (self.hvps + 3)) * self._f)
+            products = self.gradients * (published + batches * own + soap)
+        return round((products + 2 * DOUBLE * self.hvps * (self.hvps + 3)) * self._f)

@@ -16,6 +16,7 @@ from dho2_ds.checkpoint import Record
 from dho2_ds.checkpointed import CheckpointedOptimizer
 from dho2_ds.config import ConfigError, check_group_options, parse_config
 from dho2_ds.curvature.eigenbasis import Eigenbasis
+from dho2_ds.curvature.hvp import FiniteDifference
 from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.discovery import allow_under_deepspeed, watch_for_engine
 from dho2_ds.eigenspace import Eigenspace
@@ -232,7 +233,7 @@ class DHO2(CheckpointedOptimizer):
 
     @property
     def route(self) -> str:
-        """The way Hessian-vector products are taken: ``finite_difference`` or ``exact``."""
+        """How Hessian-vector products are taken: ``finite_difference``, ``forward_difference`` or ``exact``."""
         return chosen_route(self.config.curvature)[0]
 
     @property
@@ -287,6 +288,7 @@ class DHO2(CheckpointedOptimizer):
         self._refresher.afford(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
+        FiniteDifference.for_dtype(host.compute_dtype, self.route)  # what it refuses is refused here
         if self._host is not None:
             self._leave(self._host, host)
         self._host, self._source, self._rebuild = host, source, rebuild

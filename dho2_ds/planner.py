@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dho2_ds.config import DHO2Config
 from dho2_ds.curvature.refresh import affordable_interval
-from dho2_ds.needs import GRADIENTS_PER_PRODUCT, Engine, Memory, Needs, Precision, Shapes
+from dho2_ds.needs import Engine, Memory, Needs, Precision, Shapes
 
 GRADIENT_FLOPS = 6
 """Of a dense model per parameter and token: 2 forward, 4 backward (Kaplan et al., arXiv 2001.08361, section 2.1)."""
@@ -161,7 +161,7 @@ def _timing(training: Needs, workload: Workload, accumulation: int, helpers: int
         if helpers:
             side = Needs(training.shapes, config, training.engine, helpers, training.precision)
         batches = _batches(config, training.ranks, helpers)
-        seconds = training.hvps * GRADIENTS_PER_PRODUCT * batches * one + sent(side.refresh_traffic(batches))
+        seconds = training.gradients * batches * one + sent(side.refresh_traffic(batches))
         if helpers:
             crossing = training.memory("dedicated")
             seconds += sent((crossing.snapshot + crossing.staging) * training.ranks / min(training.ranks, helpers))

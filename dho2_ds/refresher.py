@@ -199,7 +199,9 @@ class Refresher:
 
     def _difference(self, host: Host) -> FiniteDifference:
         if self._finite_difference is None:
-            self._finite_difference = FiniteDifference.for_dtype(host.compute_dtype)
+            self._finite_difference = FiniteDifference.for_dtype(
+                host.compute_dtype, chosen_route(self._config.curvature)[0]
+            )
             self._finite_difference.resume(self._saved)
         return self._finite_difference
 

@@ -108,11 +108,13 @@ class CurvatureConfig(Settings):
         "an integer >= 1",
         "use 1 for the shortest refresh",
     )
-    hvp: Literal["auto", "finite_difference", "exact"] = setting(
+    hvp: Literal["auto", "finite_difference", "forward_difference", "exact"] = setting(
         "auto",
         "Hessian-vector products: central `finite_difference` (two ordinary gradients each; every stage, fused "
-        "attention), `exact` (double backward), or `auto`, which takes `finite_difference`. The log says which.",
-        "'auto', 'finite_difference' or 'exact'",
+        "attention), `forward_difference` (one gradient each and one per refresh, so half the cost; float32 and more "
+        "only; one more vector of n/P), `exact` (double backward), or `auto`, which takes `finite_difference`. The log "
+        "says which.",
+        "'auto', 'finite_difference', 'forward_difference' or 'exact'",
         "use 'auto' to let the host decide",
     )
     lanczos_steps: Annotated[Positive, Field(ge=2)] | None = setting(

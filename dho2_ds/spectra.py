@@ -20,6 +20,7 @@ from dho2_ds.hosts.detect import make_host
 from dho2_ds.shards import working_device, working_dtype
 
 DENSITY_STEPS, PROBES = 80, 4
+ROUTES = "auto", "finite_difference", "forward_difference", "exact"
 """80 nodes resolve outliers from the bulk, and 4 probes do for large models (Ghorbani et al., arXiv 1901.10159: 90 and
 10; the scatter between probes falls with the number of parameters)."""
 
@@ -66,7 +67,8 @@ def spectrum(
         batches: how many of them are used, the first ones, and averaged.
         k: eigenvalues wanted.
         lanczos_steps: products to spend at most; None: max(2k + 4, 2 ln n).
-        hvp: ``auto`` and ``finite_difference`` (two gradients per product) or ``exact``.
+        hvp: ``auto`` and ``finite_difference`` (two gradients per product), ``forward_difference`` (one, and one for
+            all; float32 and more) or ``exact``.
         between: called after every product, for progress.
 
     Returns:
@@ -93,7 +95,7 @@ def spectrum(
             device=working_device(host.shards),
             all_pairs=True,
         ),
-        FiniteDifference.for_dtype(host.compute_dtype),
+        FiniteDifference.for_dtype(host.compute_dtype, hvp),
         route=_route(hvp),
         between=between,
     )
@@ -138,7 +140,7 @@ def spectral_density(
     if probes < 1 or lanczos_steps < 1:
         raise ConfigError(f"probes={probes}, lanczos_steps={lanczos_steps}: must be >= 1; raise them")
     host, losses = _prepare(model, loss_fn, data, batches, hvp)
-    difference = FiniteDifference.for_dtype(host.compute_dtype)
+    difference = FiniteDifference.for_dtype(host.compute_dtype, hvp)
     try:
         return evaluate(
             host,
@@ -168,8 +170,8 @@ def _prepare(
 ) -> tuple[Host, Sequence[Loss]]:
     """The engine over all trainable parameters, and this rank's losses."""
     host = make_host(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
-    if hvp not in ("auto", "finite_difference", "exact"):
-        raise ConfigError(f"hvp={hvp!r}: must be 'auto', 'finite_difference' or 'exact'")
+    if hvp not in ROUTES:
+        raise ConfigError(f"hvp={hvp!r}: must be one of {', '.join(map(repr, ROUTES))}")
     if hvp == "exact" and host.exact_refusal:
         raise ConfigError(f"hvp='exact': must not be used here: {host.exact_refusal}")
     source = LossSource(loss_fn, data, batches)

@@ -1,7 +1,8 @@
 """Eigenpairs under every engine against the dense float64 Hessian at the same weights.
 
-Tolerances: 1e-3 for finite differences in float32 (about 3e-5 per product, relative to the largest eigenvalue) and
-1e-5 for exact products (float32 rounding of a forward and two backward passes).
+Tolerances: 1e-3 for finite differences in float32 (about 3e-5 per product, relative to the largest eigenvalue), 1e-2
+for forward ones, whose truncation is of first order in tau = 1e-3 (5e-3 was seen), and 1e-5 for exact products
+(float32 rounding of a forward and two backward passes).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.reference import Reference
 
 K = 8
-ROUTES = ["finite_difference", "exact"]
+ROUTES = {"finite_difference": 1e-3, "forward_difference": 1e-2, "exact": 1e-5}
 
 
 def measure(kind: str, rank: int, world: int, hvp: str) -> dict[str, Any]:
@@ -64,8 +65,7 @@ def dense(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check(result: dict[str, Any], hvp: str, label: Any) -> None:
     values, vectors = dense(result["weights"])
     got = torch.tensor(result["values"], dtype=torch.float64)
-    tolerance = 1e-3 if hvp == "finite_difference" else 1e-5
-    assert ((got - values[:K]) / values[:K]).abs().max() < tolerance, (label, got, values[:K])
+    assert ((got - values[:K]) / values[:K]).abs().max() < ROUTES[hvp], (label, got, values[:K])
     assert len(result["residuals"]) == K and all(r >= 0 for r in result["residuals"])
     assert result["hvps"] <= 120
     rows = result["vectors"].double()
@@ -86,6 +86,7 @@ def test_one_process(hvp: str) -> None:
 def test_engines_on_two_ranks() -> None:
     cases = [(kind, "finite_difference") for kind in ["ddp", "zero0", "zero1", "zero2", "zero3", "zero3:sub_groups"]]
     cases += [(kind, "exact") for kind in ["ddp", "zero0", "zero1", "zero2"]]
+    cases += [(kind, "forward_difference") for kind in ["ddp", "zero2", "zero3"]]
     results = run_ranks(2, worker, cases, timeout=280)
     for case in cases:
         check(results[0][case], case[1], case)

@@ -43,7 +43,8 @@ def spectrum(
     seed: Annotated[int, typer.Option(min=0, help="Of the random vectors.")] = 0,
     batches: Annotated[int, typer.Option(min=1, help="Batches of each rank to average over.")] = 1,
     hvp: Annotated[
-        Literal["auto", "finite_difference", "exact"], typer.Option(help="How Hessian-vector products are made.")
+        Literal["auto", "finite_difference", "forward_difference", "exact"],
+        typer.Option(help="How Hessian-vector products are made."),
     ] = "auto",
     output: Annotated[Path, typer.Option(help="Picture to write; the JSON goes beside it.")] = Path("spectrum.png"),
     as_json: Annotated[bool, AsJson] = False,

@@ -59,12 +59,18 @@ def lanczos_budget(given: int | None, k: int, numel: int) -> int:
     return given or max(2 * k + 4, math.ceil(2 * math.log(max(numel, 2))))
 
 
+def gradients_of(hvp: str, products: int) -> int:
+    """Gradients that a refresh of so many products costs; a double backward counts as two, which it costs at least."""
+    return products + 1 if hvp == "forward_difference" else 2 * products
+
+
 def affordable_interval(curvature: CurvatureConfig, k: int, numel: int) -> int:
     """Steps between refreshes: ``curvature.interval``, or more where ``curvature.budget`` asks for more."""
     if curvature.budget is None:
         return curvature.interval
     steps = lanczos_budget(curvature.lanczos_steps, k, numel)
-    return max(curvature.interval, math.ceil(2 * steps * curvature.batches / curvature.budget))
+    gradients = gradients_of(curvature.hvp, steps) * curvature.batches
+    return max(curvature.interval, math.ceil(gradients / curvature.budget))
 
 
 def start_vector(
@@ -139,7 +145,7 @@ def refresh(
         losses: this rank's curvature batch (or batches).
         root: in-place P^(1/2); the identity for plain-Hessian rules.
         finite_difference: step-size state kept between refreshes.
-        route: ``finite_difference`` or ``exact``.
+        route: ``exact``, or a way of taking differences.
         hint, old: see :func:`start_vector`.
         between: called after every product.
 
@@ -166,7 +172,7 @@ def evaluate(
     """Run a process of products at the current weights, all at once; see :func:`refresh` for the arguments.
 
     Args:
-        make: ``make(accumulate, exact)``: the process; ``exact`` is None on the route ``finite_difference``.
+        make: ``make(accumulate, exact)``: the process; ``exact`` is None on every other route.
     """
     autocast = Autocast()
     losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
@@ -206,7 +212,8 @@ def refresh_process(
     began = time.perf_counter()
     reduce, numel, k = host.reducer.sum_, host.layout.numel, order.k
     item = torch.finfo(order.dtype).bits // 8
-    vectors = 4  # start or direction, product, one root copy, the hint
+    # Start or direction, product, one root copy, the hint; the gradient at w.
+    vectors = 5 if exact is None and finite_difference.one_sided else 4
     transient = host.transient_bytes + vectors * numel * item
     finite = finite_difference.bind(accumulate, root, reduce, host.dual)
     spent = exact if exact is not None else finite_difference

@@ -140,7 +140,8 @@ class Worker:
             stack.enter_context(torch.no_grad())
             for device, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            operator = FiniteDifference.for_dtype(self._host.compute_dtype)
+            route = chosen_route(self._config.curvature)[0]
+            operator = FiniteDifference.for_dtype(self._host.compute_dtype, route)
             operator.resume(None if order["saved"] is None else tuple(order["saved"]))
             if order["loss_scale"] is not None:
                 self._host.loss_scale = order["loss_scale"]
@@ -157,7 +158,7 @@ class Worker:
                 operator,
                 hint=received["hint"],
                 old=self._old,
-                route=chosen_route(self._config.curvature)[0],
+                route=route,
                 between=self._still_wanted,
             )
         kept: Tensor | None = None

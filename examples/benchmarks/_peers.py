@@ -134,13 +134,13 @@ def _auto(model: nn.Module, task: Task, settings: Settings) -> Trainer:
     return HybridTrainer(model, {**settings, "lr": "auto"}, clip=task.clip)
 
 
-def _hvp(task: Task) -> str:
-    return "exact" if task.exact else "auto"
+def _hvp(task: Task, otherwise: str = "forward_difference") -> str:
+    return "exact" if task.exact else otherwise
 
 
 def _fosi_defaults(task: Task, steps: int) -> Settings:
     """The defaults of FOSI's own library: k = 5, alpha = 0.1, T = 100, warm-up T, 4 k Lanczos steps, scale up to 3."""
-    curvature = {"warmup_steps": 100, "interval": 100, "lanczos_steps": 20, "hvp": _hvp(task)}
+    curvature = {"warmup_steps": 100, "interval": 100, "lanczos_steps": 20, "hvp": _hvp(task, "auto")}
     return {"rule": "fosi", "num_eigenvectors": 5, "newton_lr": 0.1, "max_lr_scale": 3.0, "curvature": curvature}
 
 

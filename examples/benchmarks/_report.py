@@ -29,11 +29,11 @@ SHOWN = "betas", "momentum", "history_size", "graft_type", "damping"
 """Settings that the variants of peers differ in."""
 NOTES = f"""\
 Per optimizer: its best setting at seed 0 by final value (`*`: at an end of its learning rates, so possibly better
-beyond), then all seeds at that setting. Gradients count a Hessian-vector product as {HVP_GRADIENTS}. To the target:
-medians over the seeds that reach it, with least and largest. CPU s is the processor's time for the process, wall s the
-clock's, both without evaluations; the machine had other work, so wall s is noisy. State: the largest seen, in DHO2 and
-FOSI with the transient memory of a refresh. `lr reaching it`: the least and the largest learning rate of seed 0, any
-variant, that reach the target.
+beyond), then all seeds at that setting. Gradients count a Hessian-vector product as {HVP_GRADIENTS}, one by a forward
+difference as 1. To the target: medians over the seeds that reach it, with least and largest. CPU s is the processor's
+time for the process, wall s the clock's, both without evaluations; the machine had other work, so wall s is noisy.
+State: the largest seen, in DHO2 and FOSI with the transient memory of a refresh. `lr reaching it`: the least and the
+largest learning rate of seed 0, any variant, that reach the target.
 
 A row again: `python examples/benchmarks/time_to_target.py run --task burgers --peer soap --lr 2e-2 --seeds 3`, with
 `--set 'betas=[0.9, 0.99]'` for what differs from the peer's usual variant (`list` shows names and variants).

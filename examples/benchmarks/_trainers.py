@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import dho2_ds
 
 HVP_GRADIENTS = 2
-"""A Hessian-vector product counts as two gradients: a difference of gradients is that, a double backward costs more."""
+"""A Hessian-vector product counts as two gradients: a central difference is that, a double backward costs as much. A
+forward difference counts as one, and one more per refresh."""
 
 
 class Trainer:
@@ -197,6 +198,13 @@ class HybridTrainer(Trainer):
     @property
     def hvps(self) -> int:
         return int(self.dho2.curvature_stats()["hvps"])
+
+    @property
+    def gradients(self) -> int:
+        if self.dho2.route != "forward_difference":
+            return super().gradients
+        stats = self.dho2.curvature_stats()
+        return self._evaluations + self.hvps + int(stats["refreshes"] + stats["rejected"])
 
     def state_bytes(self) -> int:
         stats = self.dho2.curvature_stats()
