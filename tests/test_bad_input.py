@@ -310,6 +310,14 @@ class Attention(nn.Module):
         return F.cross_entropy(self.head(h.reshape(8, 4)), y)
 
 
+def test_forward_differences_in_bfloat16() -> None:
+    """Refused when the model is attached, not at the first refresh."""
+    model = nn.Linear(4, 1).bfloat16()
+    optimizer = dho2_ds.DHO2(model.parameters(), num_eigenvectors=2, curvature={"hvp": "forward_difference"})
+    line = line_of(lambda: dho2_ds.attach(model, optimizer), ValueError)
+    assert "curvature.hvp='forward_difference': must not be used" in line and "bfloat16" in line and "'auto'" in line
+
+
 def test_exact_products_through_fused_attention() -> None:
     model = Attention()
     optimizer = dho2_ds.DHO2(model.parameters(), num_eigenvectors=2, curvature={**NOW, "hvp": "exact"})
