@@ -59,9 +59,20 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
     return (
         f"DHO2 on {host}, {world_size} rank(s): {numel:,} parameters, k={k}, rule {config.rule} on {config.base}; "
         f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes(vectors * 4 * local_numel)} "
-        f"during a refresh; HVPs by {route} ({why}); curvature {config.curvature.mode} every "
-        f"{affordable_interval(config.curvature, k, numel)} steps from step {max(1, config.curvature.warmup_steps)}"
+        f"during a refresh; HVPs by {route} ({why}); curvature {config.curvature.mode} "
+        f"{_distances(config.curvature, k, numel)} from step {max(1, config.curvature.warmup_steps)}"
     )
+
+
+def _distances(curvature: CurvatureConfig, k: int, numel: int) -> str:
+    """How far apart refreshes are, and what says so."""
+    interval = affordable_interval(curvature, k, numel)
+    text = f"every {interval} steps"
+    if interval > curvature.interval:
+        text += f" (by budget {curvature.budget:g})"
+    if curvature.first_interval is not None and curvature.first_interval < interval:
+        text += f", at first {curvature.first_interval}, doubling,"
+    return text
 
 
 def soap_line(blocks: int, balance: tuple[float, float], state: int, sent: int) -> str:

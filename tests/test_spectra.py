@@ -78,7 +78,7 @@ def probes(seed: int = 0) -> list[Tensor]:
     model = Layers().double()
     host = make_host(model, [{"params": [p for _, p in sorted(model.named_parameters())]}])
     first, where = 1 + seed * PROBES, torch.device("cpu")
-    return [rademacher(host, torch.float64, where, names=host.sizes, probe=first + i) for i in range(PROBES)]
+    return [rademacher(host, torch.float64, where, probe=first + i) for i in range(PROBES)]
 
 
 @pytest.mark.parametrize(("hvp", "tolerance"), [("auto", 1e-3), ("exact", 1e-5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -104,6 +105,9 @@ def plan(
     else:
         assert parameters is not None
         shapes = planner.square_shapes(int(parameters), settings.soap.max_block)
+    known = sum(math.prod(shape) for shape in shapes.values())
+    if settings.num_eigenvectors >= known:
+        refuse(f"num_eigenvectors={settings.num_eigenvectors}: must be < {known}, the number of parameters; lower it")
     result = planner.plan(
         shapes,
         settings,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dho2_ds.curvature.hvp import Accumulate, Exact, FiniteDifference
 from dho2_ds.curvature.lanczos import Process, lanczos_process
-from dho2_ds.curvature.probes import by_name, rademacher
+from dho2_ds.curvature.probes import rademacher
 from dho2_ds.hosts.base import Host
 
 
@@ -89,7 +89,7 @@ def density_process(
     weights: list[list[float]] = []
     guess = 1.0
     for probe in range(probes):
-        start = rademacher(host, dtype, device, names=by_name(host), probe=1 + seed * probes + probe)
+        start = rademacher(host, dtype, device, probe=1 + seed * probes + probe)
         start.div_(math.sqrt(host.numel))
         first: Tensor | None = None
         if exact is None:

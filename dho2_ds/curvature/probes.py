@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -15,18 +13,13 @@ _STREAM = 1 << 40
 """Elements from the beginning of one probe to that of the next: more than a model has parameters."""
 
 
-def by_name(host: Host) -> list[str]:
-    """The parameters in an order that all engines agree on; ``host.sizes`` has them as the engine lists them."""
-    return sorted(host.sizes, key=clean_name)
-
-
-def rademacher(host: Host, dtype: torch.dtype, device: torch.device, *, names: Iterable[str], probe: int = 0) -> Tensor:
+def rademacher(host: Host, dtype: torch.dtype, device: torch.device, *, probe: int = 0) -> Tensor:
     """(n_local,) local +-1 entries that depend on the number of the probe and the global element index only.
 
-    Elements are counted over the parameters in the order of ``names``; padding is zero. A 64-bit mixing function of the
-    index (the finaliser of splitmix64).
+    Elements are counted over the parameters in an order that all engines agree on; padding is zero. A 64-bit mixing
+    function of the index (the finaliser of splitmix64).
     """
-    names = list(names)
+    names = sorted(host.sizes, key=clean_name)  # which itself has them as the engine lists them
     vector = torch.zeros(host.layout.numel, dtype=dtype, device=device)
     begin = dict(zip(names, running_offsets(host.sizes[name] for name in names), strict=True))
     for segment in host.layout.segments:

@@ -85,7 +85,7 @@ def start_vector(
     Returns:
         (n_local,) local. One all-reduce of two scalars.
     """
-    start = rademacher(host, dtype, device, names=host.sizes)
+    start = rademacher(host, dtype, device)
     start.mul_(_PROBE_WEIGHT / math.sqrt(max(host.numel, 1)))
     parts: list[Tensor] = [hint.to(dtype)] if hint is not None else []
     if old is not None:
