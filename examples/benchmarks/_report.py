@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from _peers import PEERS, Peer
-from _runs import Record, Store, at_fraction, best, cost_of, trials
+from _peers import PEERS
+from _rows import Row, rows_of, target_of
+from _runs import Store, cost_of
+from _summary import summary
 from _tasks import Task
 from _trainers import HVP_GRADIENTS
 
@@ -18,7 +18,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
 
-TARGET_FRACTION = 0.7
 HEADER = """\
 | optimizer | lr | other settings | final: median | least to largest | steps to target | gradients | CPU s | wall s | run, CPU s | state, bytes per parameter | lr reaching it | trials | seeds |
 |:--|--:|:--|--:|:--|--:|--:|--:|--:|--:|--:|:--|--:|--:|"""  # noqa: E501
@@ -38,49 +37,6 @@ largest learning rate of seed 0, any variant, that reach the target.
 A row again: `python examples/benchmarks/time_to_target.py run --task burgers --peer soap --lr 2e-2 --seeds 3`, with
 `--set 'betas=[0.9, 0.99]'` for what differs from the peer's usual variant (`list` shows names and variants).
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """A peer on a task: its trials at seed 0, and the runs of the best setting, one per seed."""
-
-    peer: Peer
-    tried: list[Record]
-    chosen: list[Record]
-
-    @property
-    def final(self) -> float | None:
-        finals = [r["final"] for r in self.chosen if r["final"] is not None]
-        return statistics.median(finals) if finals else None
-
-
-def rows_of(task: Task, records: list[Record], steps: int) -> list[Row]:
-    """Every peer of which something is recorded."""
-    rows = []
-    for peer in PEERS.values():
-        tried = trials(records, peer, task, steps)
-        settings = best(records, peer, task, steps)
-        chosen = sorted((r for r in tried if r["settings"] == settings), key=lambda r: r["seed"])
-        first = [r for r in tried if r["seed"] == 0]
-        if first:
-            rows.append(Row(peer, first, chosen))
-    return rows
-
-
-def target_of(task: Task, rows: Iterable[Row]) -> tuple[float, str] | None:
-    """The target, and where it comes from."""
-    if task.target is not None:
-        return task.target, "fixed beforehand"
-    found = []
-    for row in rows:
-        values = [at_fraction(r, TARGET_FRACTION) for r in row.chosen] if row.peer.first_order else []
-        reached = [value for value in values if value is not None]
-        if reached:
-            found.append((statistics.median(reached), row.peer.title))
-    if not found:
-        return None
-    value, title = min(found)
-    return value, f"{title} at {TARGET_FRACTION:.0%} of the budget, the best first-order result there"
 
 
 def _spread(values: list[float], form: str) -> str:
@@ -216,15 +172,17 @@ def _zoom(axes: Axes, rows: list[Row]) -> None:
 def write_report(tasks: list[Task], store: Store, steps: int | None, folder: Path) -> tuple[str, list[Path]]:
     """Write report.md and one picture per task with records. Returns the text and the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts, files = [NOTES], []
+    parts, files, found = [NOTES], [], {}
     for task in tasks:
         budget = steps or task.steps
         rows = rows_of(task, store.records(task.name), budget)
         if not rows:
             continue
+        found[task.name] = rows
         parts.append(table_of(task, rows, budget))
         files.append(folder / f"{task.name}.png")
         draw(task, rows, files[-1])
+    parts.insert(1, summary(found))
     text = "\n".join(parts) if files else "Nothing is recorded for these tasks and this budget yet.\n"
     (folder / "report.md").write_text(text)
     return text, [folder / "report.md", *files]
