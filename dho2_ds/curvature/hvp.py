@@ -33,10 +33,6 @@ float32, 4e-3 in bfloat16), truncation tau^2 times a constant that depends on th
 by rounding and a tenth of that truncation, and errs on the safe side: truncation under-reads curvature, rounding does
 not. bfloat16 has room only between 0.1 and 0.3 (3-6 %); float16 lies between."""
 
-TAU_FORWARD = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""The same for forward differences, whose truncation is of first order: 3e-3 cost 1.6 % of lambda_1 on a classifier,
-1e-3 is a third of that and still costs 3e-4 by rounding. In 16 bits there is no room at all."""
-
 TAU_RANGE = {
     torch.float64: (1e-7, 1e-2),
     torch.float32: (1e-4, 1e-1),
@@ -44,6 +40,12 @@ TAU_RANGE = {
     torch.float16: (1e-2, 2e-1),
 }
 """How far the self-check may move tau before the product is called unreliable."""
+
+TAU_FORWARD = {torch.float64: 1e-7, torch.float32: 1e-3}
+TAU_FORWARD_RANGE = {torch.float64: (1e-8, 1e-5), torch.float32: (1e-4, 2e-3)}
+"""The same two for forward differences, whose truncation is of first order: 3e-3 cost 1.6 % of lambda_1 on a classifier,
+1e-3 is a third of that and still costs 3e-4 by rounding. In 16 bits there is no room at all. A checkpoint's tau of
+central differences lies outside and is not taken over."""
 
 GROWTH_FLOOR = 0.03
 """eps is never chosen for a product smaller than this fraction of the largest seen: in the flat bulk of the spectrum
@@ -97,8 +99,8 @@ class FiniteDifference:
         # In 16 bits products carry an error of per cents: iterating to a smaller residual would fit noise.
         tolerance = CONVERGED if torch.finfo(dtype).bits >= 32 else 1e-2
         scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
-        tau = TAU_FORWARD[dtype] if one_sided else TAU[dtype]
-        return cls(tau=tau, bounds=TAU_RANGE[dtype], tolerance=tolerance, one_sided=one_sided, loss_scale=scale)
+        tau, bounds = (TAU_FORWARD, TAU_FORWARD_RANGE) if one_sided else (TAU, TAU_RANGE)
+        return cls(tau=tau[dtype], bounds=bounds[dtype], tolerance=tolerance, one_sided=one_sided, loss_scale=scale)
 
     def scale_for(self, engine_scales: bool) -> float:
         """The loss scale to use on an engine that has one of its own, or not."""
