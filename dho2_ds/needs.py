@@ -70,7 +70,7 @@ class Needs:
             self._lay_out_soap()
         budget = lanczos_budget(config.curvature.lanczos_steps, self.k, self.numel)
         self.hvps = min(budget, self.numel) if self.k else 0
-        self.gradients = gradients_of(config.curvature.hvp, self.hvps) if self.k else 0  # of a refresh and a batch
+        self.evaluations = gradients_of(config.curvature.hvp, self.hvps) if self.k else 0  # of a refresh and a batch
 
     def _share(self) -> int:
         """ZeRO-3 cuts every parameter, FSDP every first dimension, the others their concatenation."""
@@ -195,5 +195,5 @@ class Needs:
             products = self.hvps * (FLOAT * n + 2 * FLOAT * n + soap)
         else:
             published = self.kept * n if self.engine not in ("zero3", "fsdp") else 0
-            products = self.gradients * (published + batches * own + soap)
+            products = self.evaluations * (published + batches * own + soap)
         return round((products + 2 * DOUBLE * self.hvps * (self.hvps + 3)) * self._f)

@@ -49,7 +49,7 @@ class DHO2(CheckpointedOptimizer):
     """Hybrid first- and second-order optimizer (DHO2, arXiv 2505.00982; FOSI, arXiv 2302.08484), sharded.
 
     Keeps the k leading eigenvectors of the (preconditioned) Hessian over all parameters, takes a damped Newton step
-    inside their span and lets the base optimizer move the rest with a larger learning rate.
+    inside their span and lets the base optimizer move the rest, at a learning rate that may be larger.
 
     Args:
         params: parameters or param group dictionaries; groups may override lr, weight_decay, betas, eps, momentum,
@@ -61,8 +61,9 @@ class DHO2(CheckpointedOptimizer):
             dictionaries ``curvature`` and ``soap``; see :class:`dho2_ds.DHO2Config` for each.
 
     State per rank, all local: the base optimizer's own (2n/P for Adam) and k n/P for the eigenbasis; during a refresh
-    ``lanczos_steps + 5`` further vectors of n/P. Cost: the base step, two passes over the eigenbasis and one
-    all-reduce of k + 1 scalars (``fosi``: two); a refresh is at most ``lanczos_steps`` Hessian-vector products.
+    ``lanczos_steps + 5`` further vectors of n/P (one more with forward differences). Cost: the base step, two passes
+    over the eigenbasis and one all-reduce of k + 1 scalars (``fosi``: two); a refresh is at most ``lanczos_steps``
+    Hessian-vector products.
 
     With ``num_eigenvectors=0`` it is torch's base optimizer, bit for bit. Otherwise :func:`dho2_ds.attach` must name
     the model (under DeepSpeed with a model that returns its loss this happens by itself).
@@ -288,7 +289,8 @@ class DHO2(CheckpointedOptimizer):
         self._refresher.afford(host.numel)
         if self.route == "exact" and host.exact_refusal is not None:
             raise ConfigError(f"curvature.hvp='exact': must not be used here: {host.exact_refusal}")
-        FiniteDifference.for_dtype(host.compute_dtype, self.route)  # what it refuses is refused here
+        if self.config.num_eigenvectors:
+            FiniteDifference.for_dtype(host.compute_dtype, self.route)  # what it refuses is refused here
         if self._host is not None:
             self._leave(self._host, host)
         self._host, self._source, self._rebuild = host, source, rebuild
@@ -454,7 +456,8 @@ class DHO2(CheckpointedOptimizer):
     def refresh(self) -> Refresh:
         """Recompute the eigenbasis now, at the current weights, from the attached source. Collective.
 
-        Costs at most ``curvature.lanczos_steps`` Hessian-vector products (two gradients each).
+        Costs at most ``curvature.lanczos_steps`` Hessian-vector products (two gradients each, one with forward
+        differences).
 
         Returns:
             What was done. A rejected refresh leaves the previous basis in place.

@@ -142,10 +142,11 @@ def _batches(config: DHO2Config, ranks: int, helpers: int) -> int:
 
 
 def _timing(training: Needs, workload: Workload, accumulation: int, helpers: int) -> Timing:
-    """A gradient of one micro-batch is 6 n operations per token; a refresh is two for each product and batch.
+    """A gradient of one micro-batch is 6 n operations per token; a refresh is two for each product and batch (forward
+    differences: one).
 
     C curvature ranks evaluate the micro-batches of all P training ranks: ceil(P/C) each, so a refresh takes
-    2 m ceil(P/C) gradients, and snapshot and basis cross the bridge over min(P, C) ranks' links.
+    2 m ceil(P/C) or (m + 1) ceil(P/C) gradients, and snapshot and basis cross the bridge over min(P, C) ranks' links.
     """
     config, one = training.config, GRADIENT_FLOPS * training.numel * workload.tokens / workload.flops
 
@@ -161,7 +162,7 @@ def _timing(training: Needs, workload: Workload, accumulation: int, helpers: int
         if helpers:
             side = Needs(training.shapes, config, training.engine, helpers, training.precision)
         batches = _batches(config, training.ranks, helpers)
-        seconds = training.gradients * batches * one + sent(side.refresh_traffic(batches))
+        seconds = training.evaluations * batches * one + sent(side.refresh_traffic(batches))
         if helpers:
             crossing = training.memory("dedicated")
             seconds += sent((crossing.snapshot + crossing.staging) * training.ranks / min(training.ranks, helpers))

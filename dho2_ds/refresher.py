@@ -209,6 +209,7 @@ class Refresher:
     def _prepare(self, moment: Moment) -> tuple[Order, Tensor, Callable[[Tensor], Tensor] | None]:
         """The order, the start vector's hint and P^(1/2) (None: the identity)."""
         host, base, groups = moment.host, moment.base, moment.groups
+        self._difference(host)  # what it refuses under autocast is refused on the training ranks too
         old, k = self._space.basis, self._config.num_eigenvectors
         rooted = self._space.update.roots > 0
         lr = max(float(group["lr"]) for group in groups)

@@ -111,9 +111,9 @@ class CurvatureConfig(Settings):
     hvp: Literal["auto", "finite_difference", "forward_difference", "exact"] = setting(
         "auto",
         "Hessian-vector products: central `finite_difference` (two ordinary gradients each; every stage, fused "
-        "attention), `forward_difference` (one gradient each and one per refresh, so half the cost; float32 and more "
-        "only; one more vector of n/P), `exact` (double backward), or `auto`, which takes `finite_difference`. The log "
-        "says which.",
+        "attention), `forward_difference` (one gradient each and one per refresh, so half the cost; not in 16 bits or "
+        "TF32, nor with mode `spread`; one more vector of n/P), `exact` (double backward), or `auto`, which takes "
+        "`finite_difference`. The log says which.",
         "'auto', 'finite_difference', 'forward_difference' or 'exact'",
         "use 'auto' to let the host decide",
     )
@@ -132,7 +132,8 @@ class CurvatureConfig(Settings):
     )
     interval: Positive = setting(
         100,
-        "Steps from one refresh to the next; a refresh costs about 2 `lanczos_steps` `batches` gradients.",
+        "Steps from one refresh to the next; a refresh costs about 2 `lanczos_steps` `batches` gradients, half of that "
+        "with `forward_difference`.",
         "an integer >= 1",
         "use num_eigenvectors=0 to train without curvature",
     )
@@ -145,8 +146,8 @@ class CurvatureConfig(Settings):
     )
     budget: Annotated[Finite, Field(gt=0, le=1)] | None = setting(
         None,
-        "Largest share of a long run's gradients that refreshes may cost, a product counting as two and a step as one: "
-        "`interval` becomes at least 2 `lanczos_steps` `batches` / `budget`.",
+        "Largest share of a long run's gradients that refreshes may cost, a product counting as two (as one with "
+        "`forward_difference`) and a step as one: `interval` becomes at least 2 `lanczos_steps` `batches` / `budget`.",
         "null or a number in (0, 1]",
         "use 0.1 for at most a tenth on top",
     )
@@ -224,6 +225,11 @@ def spread_contradictions(curvature: CurvatureConfig) -> Iterator[str]:
         return
     if curvature.hvp == "exact":
         yield "curvature.mode='spread': must be 'inline' with hvp='exact'; its graph cannot outlive a step"
+    if curvature.hvp == "forward_difference":
+        yield (
+            "curvature.mode='spread': must be 'inline' with hvp='forward_difference'; what moves between steps beside "
+            "the weights, such as buffers, would count as curvature"
+        )
     needed = (curvature.lanczos_steps or 0) * curvature.spread_every
     for name in ("interval", "first_interval"):
         value = getattr(curvature, name)

@@ -19,8 +19,8 @@ from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import make_host
 from dho2_ds.shards import working_device, working_dtype
 
-DENSITY_STEPS, PROBES = 80, 4
 ROUTES = "auto", "finite_difference", "forward_difference", "exact"
+DENSITY_STEPS, PROBES = 80, 4
 """80 nodes resolve outliers from the bulk, and 4 probes do for large models (Ghorbani et al., arXiv 1901.10159: 90 and
 10; the scatter between probes falls with the number of parameters)."""
 
@@ -74,7 +74,8 @@ def spectrum(
     Returns:
         Eigenvalues with a bound on each one's error, the same on every rank, and this rank's part of the eigenvectors.
 
-    Cost: ``lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 5`` vectors of n/P per rank.
+    Cost: ``lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 5`` vectors of n/P per rank
+    (forward differences: one more).
     Collective. Source: Golub and Van Loan, section 10.1.
 
     Raises:
@@ -131,7 +132,7 @@ def spectral_density(
         Nodes and weights per probe, the same on every rank, from which moments, trace and curve follow.
 
     Cost: ``probes * lanczos_steps`` products with two small all-reduces each; ``lanczos_steps + 3`` vectors of n/P per
-    rank. Collective. Source: Ghorbani et al., arXiv 1901.10159.
+    rank (forward differences: one more). Collective. Source: Ghorbani et al., arXiv 1901.10159.
 
     Raises:
         NoSpectrum: a product was not finite.

@@ -318,6 +318,21 @@ def test_forward_differences_in_bfloat16() -> None:
     assert "curvature.hvp='forward_difference': must not be used" in line and "bfloat16" in line and "'auto'" in line
 
 
+def test_forward_differences_under_autocast() -> None:
+    """Known at the first refresh only."""
+    model, optimizer = small(curvature={**NOW, "hvp": "forward_difference"})
+    dho2_ds.attach(model, optimizer, loss_fn=lambda model, x: model(x).square().mean(), data=[torch.ones(8, 4)])
+
+    def go() -> None:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+
+    assert "curvature.hvp='forward_difference': must not be used" in line_of(go)
+
+
 def test_exact_products_through_fused_attention() -> None:
     model = Attention()
     optimizer = dho2_ds.DHO2(model.parameters(), num_eigenvectors=2, curvature={**NOW, "hvp": "exact"})
@@ -441,7 +456,7 @@ CASES: dict[str, tuple[Callable[[int, int], str], list[str]]] = {
     "the inside of DDP": (inner_of_ddp, ["RuntimeError", "no training forward of the attached model", "inner module"]),
     "sparse gradients": (sparse_under_ddp, ["RuntimeError", "gradient is sparse", "sparse=False"]),
     "a wrong key": (wrong_key_in_json, ["ConfigError: num_eigenvector=4", "did you mean 'num_eigenvectors'?"]),
-    "a wrong value": (wrong_value_in_json, ["ConfigError: curvature.hvp='exakt'", "'finite_difference' or 'exact'"]),
+    "a wrong value": (wrong_value_in_json, ["ConfigError: curvature.hvp='exakt'", "'forward_difference' or 'exact'"]),
     "exact at stage 3": (exact_at_zero3, ["ConfigError: curvature.hvp='exact'", "ZeRO-3", "use stage 0-2"]),
     "the inside of an engine": (inner_of_engine, ["RuntimeError", "dho2_ds.attach"]),
     "attached to the inside": (attach_inner_of_engine, ["ConfigError: model", "engine"]),

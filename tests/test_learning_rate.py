@@ -118,6 +118,8 @@ def test_a_budget_sets_the_interval() -> None:
     assert affordable_interval(CurvatureConfig(interval=50, budget=0.1, lanczos_steps=16), 8, 1000) == 320
     assert affordable_interval(CurvatureConfig(interval=500, budget=0.1, lanczos_steps=16), 8, 1000) == 500
     assert affordable_interval(CurvatureConfig(budget=0.5, batches=3), 8, 10**6) == math.ceil(2 * 28 * 3 / 0.5)
+    cheap = CurvatureConfig(interval=50, budget=0.1, lanczos_steps=16, hvp="forward_difference")
+    assert affordable_interval(cheap, 8, 1000) == 170  # one gradient each, and one at w
 
 
 def test_a_long_run_keeps_to_its_budget() -> None:

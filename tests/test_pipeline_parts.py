@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from dho2_ds.curvature.refresh import Refresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.pipeline import supervisor
 from dho2_ds.pipeline.batches import announce, decode, encode, receive_tensors
+from dho2_ds.pipeline.bridge import Bridge
 from dho2_ds.pipeline.door import own_host, split_address
 from dho2_ds.pipeline.plan import covers, intervals_from_json, layout_from_json, layout_to_json, routes
 from dho2_ds.pipeline.session import BadResult, Job, Session
@@ -138,6 +140,15 @@ def test_silence_and_an_end_are_noticed(links: tuple[Link, Link]) -> None:
     links[0].close()
     with pytest.raises(LinkError, match="closed the connection"):
         links[1].receive()
+
+
+def test_a_closed_bridge_has_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is amid a tensor operation when the interpreter ends makes the process abort."""
+    bridge = Bridge(rank=0, world=1, host="127.0.0.1", port=0, token="t", timeout=5.0, doors=lambda: None)
+    thread = next(t for t in threading.enumerate() if t.name == "dho2 bridge")
+    bridge.close()
+    assert not thread.is_alive() and not caplog.records
+    bridge.close()
 
 
 SIZES = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 40), min_size=1)

@@ -262,6 +262,7 @@ def test_command_prints_a_table() -> None:
     ("arguments", "message"),
     [
         ([], "parameters, model: must be one of the two"),
+        (["--parameters", "100", "-k", "100"], "num_eigenvectors=100: must be < 100"),
         (["--parameters", "1e6", "--flops", "1e12"], "flops, tokens: must be given together"),
         (["--parameters", "1e6", "--mode", "inline", "--curvature-ranks", "2"], "curvature.ranks: must be left out"),
         (

@@ -72,11 +72,11 @@ def worker(rank: int, world: int, kinds: list[str]) -> dict[str, Any]:
     return results
 
 
-def check(results: dict[str, Any], tolerance: float = 3e-4) -> None:
-    """The displacement is rounded once more than an inline perturbation: 1e-4 of the largest eigenvalue."""
+def check(results: dict[str, Any]) -> None:
     for kind, found in results.items():
         want, got = torch.tensor(found["inline"]), torch.tensor(found["spread"])
-        assert (got - want).abs().max() < tolerance * want.abs().max(), (kind, got, want)
+        # The displacement is rounded once more than an inline perturbation: 1e-4 of the largest eigenvalue.
+        assert (got - want).abs().max() < 3e-4 * want.abs().max(), (kind, got, want)
         assert found["overlap"] > 0.999, (kind, found)
         assert found["gradients"] <= 2, (kind, found)
         assert found["born"] == 5 and found["steps"] == 5 + found["hvps"], (kind, found)
@@ -96,13 +96,6 @@ def test_same_eigenpairs_everywhere(world: int) -> None:
     kinds = ["zero0", "zero1", "zero3:sub_groups", "zero2:offload", "fsdp1:orig", "fsdp1:flat", "zero_redundancy"]
     for result in run_ranks(world, worker, kinds + (["hsdp"] if world == 4 else []), timeout=450):
         check(result)
-
-
-def test_forward_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are a sixth of central ones between both sides, so rounding counts six times. At most two gradients: the
-    first product takes the one at the snapshot too."""
-    monkeypatch.setitem(SETTINGS["curvature"], "hvp", "forward_difference")
-    check(worker(0, 1, ["single"]), 2e-3)
 
 
 def test_one_product_every_few_steps() -> None:

@@ -108,6 +108,8 @@ def plan(
     known = sum(math.prod(shape) for shape in shapes.values())
     if settings.num_eigenvectors >= known:
         refuse(f"num_eigenvectors={settings.num_eigenvectors}: must be < {known}, the number of parameters; lower it")
+    if (precision or _precision(found)) != "float32" and settings.curvature.hvp == "forward_difference":
+        refuse("curvature.hvp='forward_difference': must not be used in 16 bits; use 'auto'")
     result = planner.plan(
         shapes,
         settings,

@@ -76,7 +76,8 @@ def density_process(
         probes: random vectors. steps: Lanczos steps from each. seed: other vectors.
         accumulate, finite_difference, exact: see :func:`dho2_ds.curvature.refresh.refresh_process`.
 
-    Cost: ``probes * steps`` products (with differences a few more, to find the step size), ``steps + 3`` local vectors.
+    Cost: ``probes * steps`` products (with differences a few more, to find the step size), ``steps + 3`` local vectors
+    (one more with forward differences).
 
     Source: Golub and Meurant, Matrices, Moments and Quadrature, chapter 6; Ghorbani et al., arXiv 1901.10159.
 

@@ -2,9 +2,9 @@
 
 The finite-difference step follows one rule: the *change* of the preconditioned gradient is a fixed fraction tau of
 the preconditioned gradient itself, ``eps = tau ||P^(1/2) g|| / ||A v||`` for a unit v. Rounding error is then about
-``delta / tau`` and truncation about ``tau^2`` whatever the direction, where a fixed eps is wrong by one to two orders
-of magnitude between the sharpest and a random direction. Measuring both norms in the operator's own coordinates makes
-||A v|| free: Lanczos knows it from its recurrence.
+``delta / tau`` and truncation about ``tau^2`` (forward differences: ``tau``) whatever the direction, where a fixed eps
+is wrong by one to two orders of magnitude between the sharpest and a random direction. Measuring both norms in the
+operator's own coordinates makes ||A v|| free: Lanczos knows it from its recurrence.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ TAU_RANGE = {
 
 TAU_FORWARD = {torch.float64: 1e-7, torch.float32: 1e-3}
 TAU_FORWARD_RANGE = {torch.float64: (1e-8, 1e-5), torch.float32: (1e-4, 2e-3)}
-"""The same two for forward differences, whose truncation is of first order: 3e-3 cost 1.6 % of lambda_1 on a classifier,
-1e-3 is a third of that and still costs 3e-4 by rounding. In 16 bits there is no room at all. A checkpoint's tau of
-central differences lies outside and is not taken over."""
+"""The same two for forward differences, whose truncation is of first order: 3e-3 cost 1.6 % of lambda_1 in a test, 1e-3
+is a third of that and still costs 3e-4 by rounding. In 16 bits there is no room at all. The tau of a checkpoint
+that took central differences lies outside, unless their self-check had lowered it, and is not taken over."""
 
 GROWTH_FLOOR = 0.03
 """eps is never chosen for a product smaller than this fraction of the largest seen: in the flat bulk of the spectrum
@@ -190,8 +190,8 @@ class BoundFiniteDifference:
         state.self_check = abs(quotient - theta) / max(abs(theta), abs(quotient), 1e-300)
         if not state.self_check <= SELF_CHECK:
             low, high = state.bounds
-            # Truncation falls with tau^2 and rounding grows with 1/tau, so lower tau while there is room above the
-            # rounding floor, else raise it.
+            # Truncation falls with tau^2 (one-sided: tau) and rounding grows with 1/tau, so lower tau while there is
+            # room above the rounding floor, else raise it.
             state.tau = state.tau / 3 if state.tau / 3 >= low else min(state.tau * 3, high)
         return state.self_check
 

@@ -155,6 +155,8 @@ class Bridge:
             if threading.current_thread() is not self._thread:  # it may be the one that collects garbage
                 # A thread that is amid a tensor operation when the interpreter ends makes the process abort.
                 self._thread.join(_LAST_TURN)
+                if self._thread.is_alive():
+                    logger.warning("the link to the curvature ranks has not ended %g s after training did", _LAST_TURN)
 
     # -- the door's threads ---------------------------------------------------------------------------------------
 

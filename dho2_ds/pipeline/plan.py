@@ -9,19 +9,22 @@ from typing import Any
 
 from dho2_ds.config import DHO2Config
 from dho2_ds.hosts.base import Host
+from dho2_ds.monitor import chosen_route
 from dho2_ds.pipeline.wire import Intervals, LinkError
 from dho2_ds.sharding.layout import Layout, Segment
 from dho2_ds.sharding.redistribute import plan_cached
 
 
 def fingerprint(config: DHO2Config, host: Host) -> str:
-    """Equal on two ranks that can work on the same eigenbasis: parameters, rule and base. Readable, so that a refusal
-    can show what differs; not a secret."""
+    """Equal on two ranks that can work on the same eigenbasis: parameters, rule, base and kind of product. Readable, so
+    that a refusal can show what differs; not a secret."""
     said: list[Any] = [sorted(host.sizes.items())]
     if config.base == "soap":
         said.append(config.soap.model_dump())
+    route = chosen_route(config.curvature)[0]
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-    return f"{len(host.sizes)} tensors of {host.numel} parameters ({digest[:16]}), {config.rule} on {config.base}"
+    tensors = f"{len(host.sizes)} tensors of {host.numel} parameters ({digest[:16]})"
+    return f"{tensors}, {config.rule} on {config.base}, products by {route}"
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

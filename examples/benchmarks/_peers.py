@@ -208,7 +208,7 @@ PEERS = {
             _tuned_curvature,
             ours=True,
         ),
-        Peer("dho2-one", "DHO2 on SOAP, one setting", _hybrid, (1e-2,), ({"base": "soap"},), _one_setting, ours=True),
+        Peer("dho2-one", "DHO2 on SOAP, one setting", _hybrid, (2e-2,), ({"base": "soap"},), _one_setting, ours=True),
         Peer("dho2-auto", "DHO2 on SOAP, lr auto", _auto, (START,), ({"base": "soap"},), _one_setting, ours=True),
         Peer(
             "dho2-adamw",

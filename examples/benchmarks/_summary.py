@@ -13,19 +13,23 @@ from _tasks import TASKS
 REACHED = "adamw", "muon", "soap", "dho2-soap", "dho2-one", "dho2-adamw"
 """Peers of the second table."""
 Found = Mapping[str, list[Row]]
+LEGEND = """\
+Medians over the seeds; a star: one seed only. Bold: within 5 % of the task's best. In the second table: steps,
+gradients and seconds of processor time to the target (medians over the seeds that reach it; `-`: at most half do), and
+in brackets the seconds of a whole run.
+"""
 
 
 def summary(found: Found) -> str:
-    """Both tables in markdown, medians over the seeds.
+    """Both tables in markdown; see :data:`LEGEND`.
 
     Args:
         found: the rows of every task of which something is recorded.
     """
-    return f"{_finals(found)}\n{_to_targets(found)}"
+    return f"{LEGEND}\n{_finals(found)}\n{_to_targets(found)}"
 
 
 def _finals(found: Found) -> str:
-    """The best value of a task is bold; what ends within 5 % of it too. A star: of one seed."""
     lines = [_cells(["final value", *found]), _rule(len(found))]
     least = {task: min((r.final for r in rows if r.final is not None), default=None) for task, rows in found.items()}
     for peer in PEERS.values():
@@ -38,14 +42,13 @@ def _finals(found: Found) -> str:
                 cells.append("diverged")
             else:
                 best = least[task]
-                strong = "**" if best is not None and row.final <= 1.05 * best else ""
+                strong = "**" if best is not None and row.final <= best + 0.05 * abs(best) else ""
                 cells.append(f"{strong}{row.final:.4g}{strong}{_star(row)}")
         lines.append(_cells(cells))
     return "\n".join(lines) + "\n"
 
 
 def _to_targets(found: Found) -> str:
-    """Steps, gradients and seconds of processor time to the target, then seconds of a whole run."""
     lines = [_cells(["to the target", "target", *(PEERS[name].title for name in REACHED)]), _rule(1 + len(REACHED))]
     for task, rows in found.items():
         target = target_of(TASKS[task], rows)
