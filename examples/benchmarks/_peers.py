@@ -148,8 +148,8 @@ EARLY = {"warmup_steps": 10, "first_interval": 10}
 
 
 def _tuned_curvature(task: Task, steps: int) -> Settings:
-    """Sixteen eigenvectors; refreshes at first at doubling distances, then ten a run."""
-    curvature = {**EARLY, "interval": max(1, steps // 10), "lanczos_steps": 24, "hvp": _hvp(task)}
+    """Sixteen eigenvectors; refreshes at first at doubling distances, then ten a run, not below 50 steps apart."""
+    curvature = {**EARLY, "interval": max(50, steps // 10), "lanczos_steps": 24, "hvp": _hvp(task)}
     return {"num_eigenvectors": 16, "newton_lr": 0.3, "curvature": curvature}
 
 
