@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dho2_ds.config import CurvatureConfig, DHO2Config
-from dho2_ds.curvature.refresh import Refresh, affordable_interval, lanczos_budget
+from dho2_ds.curvature.refresh import Refresh, affordable_interval, lanczos_budget, working_vectors
 
 logger = logging.getLogger("dho2_ds")
 if not logger.handlers and not logging.getLogger().handlers:
@@ -55,7 +55,10 @@ def summary_line(config: DHO2Config, host: str, world_size: int, numel: int, loc
     steps = lanczos_budget(config.curvature.lanczos_steps, k, numel)
     route, why = chosen_route(config.curvature)
     # On curvature ranks the Lanczos vectors are elsewhere: weights, P^(1/2) and start vector go there, k rows return.
-    vectors = k + 3 if config.curvature.mode == "dedicated" else steps + 5 + (route == "forward_difference")
+    # Else one more than a refresh works with: the weights that are saved.
+    vectors = (
+        k + 3 if config.curvature.mode == "dedicated" else steps + 1 + working_vectors(route == "forward_difference")
+    )
     return (
         f"DHO2 on {host}, {world_size} rank(s): {numel:,} parameters, k={k}, rule {config.rule} on {config.base}; "
         f"per rank {human_bytes(k * item * local_numel)} eigenbasis, {human_bytes(vectors * 4 * local_numel)} "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dho2_ds.config import DHO2Config
-from dho2_ds.curvature.refresh import gradients_of, lanczos_budget
+from dho2_ds.curvature.refresh import gradients_of, lanczos_budget, working_vectors
 from dho2_ds.sharding.blocks import assign, cut, owner_layouts
 from dho2_ds.soap_base import state_layouts
 
@@ -111,7 +111,7 @@ class Needs:
             return resting
         hvp = self.config.curvature.hvp
         steps = self.hvps if hvp == "exact" else self.hvps - 1
-        lanczos = self._saved() + (4 + (hvp == "forward_difference") + max(steps, 1)) * vector
+        lanczos = self._saved() + (working_vectors(hvp == "forward_difference") + max(steps, 1)) * vector
         rooted = self.config.rule == "adaptive"
         sent = 2 * vector + (FLOAT * self.state or vector if rooted else 0)
         if mode == "dedicated":

@@ -64,6 +64,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Products = Literal["auto", "finite_difference", "forward_difference", "exact"]
+"""Ways to take Hessian-vector products; see :class:`CurvatureConfig`."""
+
+
 class CurvatureConfig(Settings):
     """The ``curvature`` object: how and when the eigenbasis is computed."""
 
@@ -108,7 +112,7 @@ class CurvatureConfig(Settings):
         "an integer >= 1",
         "use 1 for the shortest refresh",
     )
-    hvp: Literal["auto", "finite_difference", "forward_difference", "exact"] = setting(
+    hvp: Products = setting(
         "auto",
         "Hessian-vector products: central `finite_difference` (two ordinary gradients each; every stage, fused "
         "attention), `forward_difference` (one gradient each and one per refresh, so half the cost; not in 16 bits or "

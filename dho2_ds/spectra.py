@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ from dho2_ds.curvature.lanczos import LanczosError
 from dho2_ds.curvature.refresh import Order, evaluate, lanczos_budget, refresh
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import make_host
+from dho2_ds.settings import Products
 from dho2_ds.shards import working_device, working_dtype
 
-ROUTES = "auto", "finite_difference", "forward_difference", "exact"
 DENSITY_STEPS, PROBES = 80, 4
 """80 nodes resolve outliers from the bulk, and 4 probes do for large models (Ghorbani et al., arXiv 1901.10159: 90 and
 10; the scatter between probes falls with the number of parameters)."""
@@ -97,7 +97,7 @@ def spectrum(
             all_pairs=True,
         ),
         FiniteDifference.for_dtype(host.compute_dtype, hvp),
-        route=_route(hvp),
+        route=hvp,
         between=between,
     )
     if found is None:
@@ -159,7 +159,7 @@ def spectral_density(
                 device=working_device(host.shards),
                 exact=exact,
             ),
-            route=_route(hvp),
+            route=hvp,
             between=between,
         )
     except LanczosError as error:
@@ -171,13 +171,9 @@ def _prepare(
 ) -> tuple[Host, Sequence[Loss]]:
     """The engine over all trainable parameters, and this rank's losses."""
     host = make_host(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
-    if hvp not in ROUTES:
-        raise ConfigError(f"hvp={hvp!r}: must be one of {', '.join(map(repr, ROUTES))}")
+    if hvp not in get_args(Products):
+        raise ConfigError(f"hvp={hvp!r}: must be one of {', '.join(map(repr, get_args(Products)))}")
     if hvp == "exact" and host.exact_refusal:
         raise ConfigError(f"hvp='exact': must not be used here: {host.exact_refusal}")
     source = LossSource(loss_fn, data, batches)
     return host, host.agreement.together(source.losses, "no batch on another rank; see that rank's error")
-
-
-def _route(hvp: str) -> str:
-    return "exact" if hvp == "exact" else "finite_difference"

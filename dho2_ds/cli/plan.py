@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -105,11 +104,6 @@ def plan(
     else:
         assert parameters is not None
         shapes = planner.square_shapes(int(parameters), settings.soap.max_block)
-    known = sum(math.prod(shape) for shape in shapes.values())
-    if settings.num_eigenvectors >= known:
-        refuse(f"num_eigenvectors={settings.num_eigenvectors}: must be < {known}, the number of parameters; lower it")
-    if (precision or _precision(found)) != "float32" and settings.curvature.hvp == "forward_difference":
-        refuse("curvature.hvp='forward_difference': must not be used in 16 bits; use 'auto'")
     result = planner.plan(
         shapes,
         settings,
@@ -119,6 +113,13 @@ def plan(
         accumulation=accumulation or _integer(found.get("gradient_accumulation_steps"), 1),
         workload=planner.Workload(flops, tokens, bandwidth) if flops is not None and tokens is not None else None,
     )
+    if settings.num_eigenvectors >= result.parameters:
+        refuse(
+            f"num_eigenvectors={settings.num_eigenvectors}: must be < {result.parameters}, the number of parameters; "
+            "lower it"
+        )
+    if result.precision != "float32" and settings.curvature.hvp == "forward_difference":
+        refuse("curvature.hvp='forward_difference': must not be used in 16 bits; use 'auto'")
     if as_json:
         typer.echo(json.dumps(_json(result), indent=2))
     else:

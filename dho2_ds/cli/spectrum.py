@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dho2_ds.cli._shared import AsJson, logarithmic, progress, pyplot, refuse
+from dho2_ds.settings import Products  # typer reads it at run time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,10 +43,7 @@ def spectrum(
     density_steps: Annotated[int, typer.Option(min=1, help="Products for each of them.")] = 80,
     seed: Annotated[int, typer.Option(min=0, help="Of the random vectors.")] = 0,
     batches: Annotated[int, typer.Option(min=1, help="Batches of each rank to average over.")] = 1,
-    hvp: Annotated[
-        Literal["auto", "finite_difference", "forward_difference", "exact"],
-        typer.Option(help="How Hessian-vector products are made."),
-    ] = "auto",
+    hvp: Annotated[Products, typer.Option(help="How Hessian-vector products are made.")] = "auto",
     output: Annotated[Path, typer.Option(help="Picture to write; the JSON goes beside it.")] = Path("spectrum.png"),
     as_json: Annotated[bool, AsJson] = False,
 ) -> None:

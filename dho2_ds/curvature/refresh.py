@@ -64,6 +64,12 @@ def gradients_of(hvp: str, products: int) -> int:
     return products + 1 if hvp == "forward_difference" else 2 * products
 
 
+def working_vectors(one_sided: bool) -> int:
+    """Vectors of n/P that a refresh holds beside Lanczos': start or direction, product, one root copy, the hint; with
+    forward differences the gradient at w."""
+    return 5 if one_sided else 4
+
+
 def affordable_interval(curvature: CurvatureConfig, k: int, numel: int) -> int:
     """Steps between refreshes: ``curvature.interval``, or more where ``curvature.budget`` asks for more."""
     if curvature.budget is None:
@@ -212,8 +218,7 @@ def refresh_process(
     began = time.perf_counter()
     reduce, numel, k = host.reducer.sum_, host.layout.numel, order.k
     item = torch.finfo(order.dtype).bits // 8
-    # Start or direction, product, one root copy, the hint; the gradient at w.
-    vectors = 5 if exact is None and finite_difference.one_sided else 4
+    vectors = working_vectors(exact is None and finite_difference.one_sided)
     transient = host.transient_bytes + vectors * numel * item
     finite = finite_difference.bind(accumulate, root, reduce, host.dual)
     spent = exact if exact is not None else finite_difference

@@ -10,7 +10,7 @@ import matplotlib
 from _peers import PEERS
 from _rows import Row, rows_of, target_of
 from _runs import Store, cost_of
-from _summary import summary
+from _summary import summary, table_line
 from _tasks import Task
 from _trainers import HVP_GRADIENTS
 
@@ -61,7 +61,7 @@ def _line(row: Row, target: float | None) -> str:
     peer, chosen = row.peer, row.chosen
     if not chosen:
         cells = [peer.title, "all diverged", *["-"] * 10, str(len(row.tried)), "0"]
-        return f"| {' | '.join(cells)} |"
+        return table_line(cells)
     settings = chosen[0]["settings"]
     edge = len(peer.rates) > 1 and settings["lr"] in (peer.rates[0], peer.rates[-1])
     other = ", ".join(f"{name} {settings[name]}" for name in SHOWN if name in settings and len(peer.variants) > 1)
@@ -82,7 +82,7 @@ def _line(row: Row, target: float | None) -> str:
         str(len(row.tried)),
         str(len(chosen)),
     ]
-    return f"| {' | '.join(cells)} |"
+    return table_line(cells)
 
 
 def _number(value: float | None) -> str:
@@ -107,7 +107,7 @@ def _table_of_peers_end(ordered: list[Row]) -> str:
     value = peers[0].final
     assert value is not None
     found = [(row, [cost for r in row.chosen if (cost := cost_of(r, value))]) for row in ordered]
-    lines = [f"| {' | '.join([row.peer.title, *_spreads(costs, len(row.chosen))])} |" for row, costs in found if costs]
+    lines = [table_line([row.peer.title, *_spreads(costs, len(row.chosen))]) for row, costs in found if costs]
     return f"\nTo {value:.4g}, the final value of {peers[0].peer.title}:\n\n{END_HEADER}\n" + "\n".join(lines) + "\n"
 
 
@@ -172,7 +172,7 @@ def _zoom(axes: Axes, rows: list[Row]) -> None:
 def write_report(tasks: list[Task], store: Store, steps: int | None, folder: Path) -> tuple[str, list[Path]]:
     """Write report.md and one picture per task with records. Returns the text and the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts, files, found = [NOTES], [], {}
+    parts, files, found = [], [], {}
     for task in tasks:
         budget = steps or task.steps
         rows = rows_of(task, store.records(task.name), budget)
@@ -182,7 +182,10 @@ def write_report(tasks: list[Task], store: Store, steps: int | None, folder: Pat
         parts.append(table_of(task, rows, budget))
         files.append(folder / f"{task.name}.png")
         draw(task, rows, files[-1])
-    parts.insert(1, summary(found))
-    text = "\n".join(parts) if files else "Nothing is recorded for these tasks and this budget yet.\n"
+    text = (
+        "\n".join([NOTES, summary(found), *parts])
+        if found
+        else "Nothing is recorded for these tasks and this budget yet.\n"
+    )
     (folder / "report.md").write_text(text)
     return text, [folder / "report.md", *files]

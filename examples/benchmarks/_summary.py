@@ -30,7 +30,7 @@ def summary(found: Found) -> str:
 
 
 def _finals(found: Found) -> str:
-    lines = [_cells(["final value", *found]), _rule(len(found))]
+    lines = [table_line(["final value", *found]), _rule(len(found))]
     least = {task: min((r.final for r in rows if r.final is not None), default=None) for task, rows in found.items()}
     for peer in PEERS.values():
         cells = [peer.title]
@@ -44,12 +44,12 @@ def _finals(found: Found) -> str:
                 best = least[task]
                 strong = "**" if best is not None and row.final <= best + 0.05 * abs(best) else ""
                 cells.append(f"{strong}{row.final:.4g}{strong}{_star(row)}")
-        lines.append(_cells(cells))
+        lines.append(table_line(cells))
     return "\n".join(lines) + "\n"
 
 
 def _to_targets(found: Found) -> str:
-    lines = [_cells(["to the target", "target", *(PEERS[name].title for name in REACHED)]), _rule(1 + len(REACHED))]
+    lines = [table_line(["to the target", "target", *(PEERS[name].title for name in REACHED)]), _rule(1 + len(REACHED))]
     for task, rows in found.items():
         target = target_of(TASKS[task], rows)
         if target is None:
@@ -58,7 +58,7 @@ def _to_targets(found: Found) -> str:
         for name in REACHED:
             row = next((r for r in rows if r.peer.name == name and r.chosen), None)
             cells.append("" if row is None else _cost(row, target[0]))
-        lines.append(_cells(cells))
+        lines.append(table_line(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -77,7 +77,8 @@ def _star(row: Row) -> str:
     return "" if len(row.chosen) > 1 else " *"
 
 
-def _cells(cells: list[str]) -> str:
+def table_line(cells: list[str]) -> str:
+    """A row of a table in markdown."""
     return f"| {' | '.join(cells)} |"
 
 
