@@ -54,6 +54,47 @@ class Chunk(Protocol):
         """``w += P^(1/2) delta``, and the base step if that was put off (may work in place on delta)."""
 
 
+def joined(chunks: Sequence[Chunk], limit: int) -> Iterator[Chunk]:
+    """Neighbours in the local buffer as one chunk of at most ``limit`` elements: one product with Q instead of many."""
+    run: list[Chunk] = []
+    for chunk in chunks:
+        if run and (chunk.start != run[-1].stop or chunk.stop - run[0].start > limit):
+            yield run[0] if len(run) == 1 else _JoinedChunk(run)
+            run = []
+        run.append(chunk)
+    if run:
+        yield run[0] if len(run) == 1 else _JoinedChunk(run)
+
+
+class _JoinedChunk:
+    def __init__(self, members: Sequence[Chunk]) -> None:
+        self.start, self.stop = members[0].start, members[-1].stop
+        self._members = members
+
+    def direction(self) -> Tensor:
+        return torch.cat([member.direction() for member in self._members])
+
+    def remembered(self) -> Tensor:
+        return torch.cat([member.remembered() for member in self._members])
+
+    def rooted_direction(self) -> Tensor:
+        return torch.cat([member.rooted_direction() for member in self._members])
+
+    def root(self, x: Tensor) -> Tensor:
+        return torch.cat([member.root(part) for member, part in self._with_parts(x)])
+
+    def add_to_weights(self, delta: Tensor) -> None:
+        for member, part in self._with_parts(delta):
+            member.add_to_weights(part)
+
+    def add_rooted(self, delta: Tensor) -> None:
+        for member, part in self._with_parts(delta):
+            member.add_rooted(part)
+
+    def _with_parts(self, x: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        return zip(self._members, x.split([member.stop - member.start for member in self._members]), strict=True)
+
+
 def torch_optimizer(
     kind: str, inner: list[dict[str, Any]], options: dict[str, Any], fused: bool | None
 ) -> torch.optim.Optimizer:

@@ -40,7 +40,7 @@ from dho2_ds.refresher import Moment, Refresher, Source
 from dho2_ds.sharding.blocks import TOLERANCE
 from dho2_ds.shards import iter_params
 from dho2_ds.soap_base import SoapOptimizer
-from dho2_ds.update import Rates
+from dho2_ds.update import Rates, captured_fraction
 
 _ADAM_KEYS, _SGD_KEYS = ("betas", "eps"), ("momentum", "nesterov")
 
@@ -171,7 +171,7 @@ class DHO2(CheckpointedOptimizer):
             "next_eigenvalue": basis.next_eigenvalue if basis is not None else None,
             "lr_scale": self._lr_scale,
             "age": self._space.age(self._step),
-            "captured_fraction": float(self._captured) if self._captured is not None else None,
+            "captured_fraction": captured_fraction(self._captured) if self._captured is not None else None,
             "bytes_basis": self._space.bytes,
             "bytes_transient": last.transient_bytes if last is not None else 0,
             "bytes_base": sum(t.numel() * t.element_size() for t in tensors) + self._bytes_soap,

@@ -55,7 +55,7 @@ def project(basis: Eigenbasis, chunks: Iterable[Chunk], dual: Dual, *, roots: in
 
 def adaptive_coefficients(basis: Eigenbasis, c: Tensor, *, lr: float, lr_scale: float, alpha: float) -> Tensor:
     """``(lr s - min(alpha / |lambda|, lr s)) c``, (k,) float64 on the device of c."""
-    return c * (lr * lr_scale - alpha / basis.magnitudes().to(c.device)).clamp_min(0.0)
+    return c * (lr * lr_scale - alpha / basis.magnitudes).clamp_min(0.0)
 
 
 def add_rooted(basis: Eigenbasis, chunks: Iterable[Chunk], coefficients: Tensor) -> None:
@@ -97,7 +97,7 @@ def fosi_coefficients(
     ``captured_step`` is ``Q d`` with d the unscaled base update of the complement gradient, lr included, so that
     ``-s d + Q^T(...)`` equals ``-s (d - Q^T Q d) - alpha Q^T((Q vel)/|lambda|)``.
     """
-    return lr_scale * captured_step - alpha * velocity / basis.magnitudes().to(velocity.device)
+    return lr_scale * captured_step - alpha * velocity / basis.magnitudes
 
 
 def _combine(basis: Eigenbasis, chunk: Chunk, coefficients: Tensor) -> Tensor:
@@ -117,12 +117,8 @@ def dot_rows(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def combine_rows(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows^T weights``, (length,), in ``dtype``.
-
-    On a CPU the transposed GEMV of a few long rows runs at a third of memory bandwidth, k axpys on a chunk in cache at
-    all of it, from 16-bit rows as well.
-    """
-    if rows.device.type != "cpu":
+    """``rows^T weights``, (length,), in ``dtype``; 16-bit rows are converted one by one, as in :func:`dot_rows`."""
+    if rows.dtype == dtype or rows.device.type != "cpu":
         return rows.to(dtype).T @ weights.to(dtype)
     scalars = weights.tolist()
     out = torch.mul(rows[0].to(dtype), scalars[0])

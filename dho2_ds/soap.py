@@ -72,7 +72,7 @@ class SoapMatrix:
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = state
         self.seen = 0
-        self._waiting: tuple[Tensor, float] | None = None
+        self._waiting: tuple[Tensor, Tensor, float] | None = None
         self._sides = [pair for pair in ((LEFT, LEFT_BASIS), (RIGHT, RIGHT_BASIS)) if pair[0] in state]
 
     def frozen(self) -> SoapMatrix:
@@ -118,22 +118,22 @@ class SoapMatrix:
         return self._rotate(self._rotate(x).mul_(p.sqrt_() if root else p), back=True)
 
     def put_off(self, options: Mapping[str, Any], lr: float) -> None:
-        """Leave the step ``-lr P m`` to :meth:`finish`; until then m in the eigenbases is held."""
-        self._waiting = self._rotate(self.direction(options)), lr
+        """Leave the step ``-lr P m`` to :meth:`finish`; until then two matrices of the size of m are held."""
+        root = self._eigenvalues(options).sqrt_()
+        self._waiting = root, self._rotate(self.direction(options)).mul_(root), lr
 
     def rooted_direction(self, options: Mapping[str, Any]) -> Tensor:
         """``P^(1/2) m``, (m, n). Four products; two while a step waits."""
         if self._waiting is None:
             return self.apply(self.direction(options), options, root=True)
-        return self._rotate(self._eigenvalues(options).sqrt_().mul_(self._waiting[0]), back=True)
+        return self._rotate(self._waiting[1], back=True)
 
     def finish(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
         """``P^(1/2) x - lr P m`` with the step that waits, (m, n); without one ``P^(1/2) x``. Four products."""
         if self._waiting is None:
             return self.apply(x, options, root=True)
-        (rotated, lr), self._waiting = self._waiting, None
-        root = self._eigenvalues(options).sqrt_()
-        return self._rotate(self._rotate(x).addcmul_(root, rotated, value=-lr).mul_(root), back=True)
+        (root, rooted, lr), self._waiting = self._waiting, None
+        return self._rotate(self._rotate(x).add_(rooted, alpha=-lr).mul_(root), back=True)
 
     def _eigenvalues(self, options: Mapping[str, Any]) -> Tensor:
         """Of P in the eigenbases, (m, n), a fresh tensor."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dho2_ds.base import STEP, BaseOptimizer, Chunk, init_state
+from dho2_ds.base import STEP, BaseOptimizer, Chunk, init_state, joined
 from dho2_ds.config import SoapConfig
 from dho2_ds.hosts.owner import OwnerHost
 from dho2_ds.sharding.blocks import Block
 from dho2_ds.sharding.layout import Layout, Segment
-from dho2_ds.shards import Shard
+from dho2_ds.shards import Shard, chunk_size
 from dho2_ds.soap import SoapMatrix
 from dho2_ds.soap_state import SEEN, SoapEntries, block_shapes, signature
 
@@ -130,21 +130,24 @@ class SoapOptimizer(BaseOptimizer):
                 shard.param.sub_(matrix.apply(matrix.direction(group), group, root=False), alpha=lr)
 
     def chunks(self, groups: Sequence[dict[str, Any]], *, moving_only: bool = False) -> Iterator[Chunk]:
-        """One chunk per matrix, then those of the vectors."""
+        """Matrices, then vectors; small neighbours as one chunk."""
+        vectors = super().chunks(groups, moving_only=moving_only)
+        yield from joined([*self._matrix_chunks(groups, moving_only=moving_only), *vectors], chunk_size(self.device))
+
+    def _matrix_chunks(self, groups: Sequence[dict[str, Any]], *, moving_only: bool = False) -> Iterator[_MatrixChunk]:
         largest = max((float(group["lr"]) for group in groups), default=0.0)
         for shard, matrix in self._matrices:
             if not moving_only or shard.param.grad is not None:
                 group = groups[shard.group]
                 rho = float(group["lr"]) / largest if largest > 0 else 1.0
                 yield _MatrixChunk(shard, matrix, group, rho)
-        yield from super().chunks(groups, moving_only=moving_only)
 
     def frozen_root(self, groups: Sequence[dict[str, Any]], numel: int) -> Callable[[Tensor], Tensor]:
         diagonal = torch.ones(numel, dtype=self.dtype, device=self.device)
         for chunk in super().chunks(groups):
             part = diagonal[chunk.start : chunk.stop]
             part.copy_(chunk.root(part))
-        matrices = [c.frozen() for c in self.chunks(groups) if isinstance(c, _MatrixChunk)]
+        matrices = [chunk.frozen() for chunk in self._matrix_chunks(groups)]
 
         def root(x: Tensor) -> Tensor:
             x.mul_(diagonal)
@@ -233,4 +236,4 @@ class _MatrixChunk:
         self._shard.param.add_(moved)
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return x.mul_(self._rho**0.5) if self._rho != 1.0 else x
+        return x * self._rho**0.5 if self._rho != 1.0 else x  # not in place: x may be what a step waits with

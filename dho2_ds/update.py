@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class AdaptiveUpdate:
     """How often P^(1/2) enters the operator whose eigenpairs are used."""
 
     def step(self, host: Host, base: BaseOptimizer, groups: Groups, basis: Eigenbasis, rates: Rates) -> Tensor | None:
-        """Move the weights; returns the captured share of the direction's squared norm (0-d, on the device)."""
+        """Move the weights; returns ``Q u`` and ``||u||^2``, (k + 1,), of the base optimizer's direction."""
         corrected = rates.newton or rates.lr_scale != 1.0
         base.step(groups, rates.lr_scale, put_off=corrected)
         if not corrected:
@@ -50,7 +51,7 @@ class AdaptiveUpdate:
         else:
             a = c * (rates.lr * (rates.lr_scale - 1.0))
         rules.add_rooted(basis, base.chunks(groups, moving_only=True), a)
-        return _share(sums)
+        return sums
 
     def rebase(self, host: Host, old: Eigenbasis | None, new: Eigenbasis) -> None:
         """Nothing: the momentum inside the span is Q u, and u is the base optimizer's."""
@@ -67,7 +68,7 @@ class FosiUpdate:
         self._ema = ema
 
     def step(self, host: Host, base: BaseOptimizer, groups: Groups, basis: Eigenbasis, rates: Rates) -> Tensor | None:
-        """Move the weights; returns the captured share of the gradient's squared norm (0-d, on the device)."""
+        """Move the weights; returns ``Q g`` and ``||g||^2``, (k + 1,)."""
         momentum = float(groups[0]["betas"][0] if self._ema else groups[0]["momentum"])
         if self.velocity is None:
             self.velocity = rules.FosiVelocity(basis.k, basis.vectors.device)
@@ -87,7 +88,7 @@ class FosiUpdate:
         finally:
             for shard, grad in zip(host.shards, grads, strict=True):
                 shard.param.grad = grad
-        return _share(sums)
+        return sums
 
     def rebase(self, host: Host, old: Eigenbasis | None, new: Eigenbasis) -> None:
         """Carry the velocity into a new basis. One all-reduce of k_new * k_old scalars."""
@@ -98,5 +99,8 @@ class FosiUpdate:
         self.velocity.rotate(host.reducer.sum_(rows.double()))
 
 
-def _share(sums: Tensor) -> Tensor:
-    return sums[:-1].square().sum() / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)
+def captured_fraction(sums: Tensor) -> float:
+    """Share of a squared norm inside the span, of what :meth:`AdaptiveUpdate.step` returned."""
+    *inside, whole = sums.tolist()
+    return sum(c * c for c in inside) / max(whole, sys.float_info.min)
+

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,15 +29,16 @@ class Eigenbasis:
     def k(self) -> int:
         return self.vectors.shape[0]
 
+    @cached_property
     def magnitudes(self) -> Tensor:
-        """(k,) float64: |lambda| with the floor applied.
+        """(k,) float64, beside the vectors: |lambda| with the floor applied.
 
         The floor is the larger of the smallest kept magnitude and the next Ritz value: no kept direction is moved
         further than the curvature just outside the basis would allow.
         """
         magnitudes = self.eigenvalues.abs()
         floor = max(float(magnitudes.min()), self.next_eigenvalue)
-        return magnitudes.clamp_min(max(floor, torch.finfo(torch.float64).tiny))
+        return magnitudes.clamp_min(max(floor, torch.finfo(torch.float64).tiny)).to(self.vectors.device)
 
     def lr_scale(self, rule: str, base: str, max_lr_scale: float) -> float:
         """s, by which the base optimizer's lr may grow outside the span.
