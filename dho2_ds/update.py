@@ -103,4 +103,3 @@ def captured_fraction(sums: Tensor) -> float:
     """Share of a squared norm inside the span, of what :meth:`AdaptiveUpdate.step` returned."""
     *inside, whole = sums.tolist()
     return sum(c * c for c in inside) / max(whole, sys.float_info.min)
-
