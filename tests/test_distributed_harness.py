@@ -86,7 +86,7 @@ def test_earliest_exception_wins(tmp_path: Path) -> None:
 
 def test_hang_is_a_failure_that_shows_where(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed, match=r"ranks \[0, 1\] still running") as caught:
-        run_ranks(2, _hang_on_one, str(tmp_path), timeout=20.0)
+        run_ranks(2, _hang_on_one, str(tmp_path), timeout=8.0)
     assert "_sleep_for_ever" in str(caught.value)
     assert _alive(tmp_path) == []
 
