@@ -102,6 +102,16 @@ def refresh_line(step: int, report: Refresh, lr_scale: float, age: int | None) -
     return text
 
 
+def in_vain_line(step: int, count: int, age: int | None) -> str:
+    """The WARNING after so many rejected refreshes in a row."""
+    state = "there is no eigenbasis" if age is None else f"the eigenbasis is {age} steps old and ever less trusted"
+    return (
+        f"step {step}: {count} refreshes in a row were rejected, for the reasons above: {state}, and products buy "
+        "nothing. Try curvature.hvp='exact' (kinks, as ReLU's, spoil differences), more curvature.lanczos_steps or "
+        "curvature.batches; if refreshes go on to fail, num_eigenvectors=0 trains with the base alone at its cost"
+    )
+
+
 def refresh_record(stats: dict[str, Any], report: Refresh) -> dict[str, Any]:
     """What the log keeps of one refresh."""
     keys = ("rejected", "hvps", "eigenvalues", "next_eigenvalue", "lr_scale", "captured_fraction", "age")

@@ -19,10 +19,13 @@ from dho2_ds.curvature.schedule import Schedule
 from dho2_ds.curvature.spread import SpreadRefresh
 from dho2_ds.eigenspace import Eigenspace
 from dho2_ds.hosts.base import Host, Loss
-from dho2_ds.monitor import chosen_route, is_main, logger, refresh_line
+from dho2_ds.monitor import chosen_route, in_vain_line, is_main, logger, refresh_line
 from dho2_ds.pipeline.dedicated import Dedicated
 
 Groups = list[dict[str, Any]]
+
+IN_VAIN = 3
+"""Rejected refreshes in a row after which it is said what to change."""
 
 
 class Source(Protocol):
@@ -76,6 +79,7 @@ class Refresher:
         self._saved: tuple[float, float, float] | None = None
         self._job: SpreadRefresh | None = None
         self.totals = {"refreshes": 0, "rejected": 0, "hvps": 0}
+        self._in_vain = 0
         self.last: Refresh | None = None
         self.busy = False
 
@@ -238,6 +242,9 @@ class Refresher:
         if is_main():
             line = refresh_line(step, report, self._space.lr_scale, age)
             logger.info(line) if report.accepted else logger.warning(line)
+        self._in_vain = 0 if report.accepted else self._in_vain + 1
+        if self._in_vain == IN_VAIN and is_main():
+            logger.warning(in_vain_line(step, IN_VAIN, age))
         return report
 
     # -- checkpoints --------------------------------------------------------------------------------------------
