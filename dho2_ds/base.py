@@ -92,7 +92,8 @@ class _JoinedChunk:
             member.add_rooted(part)
 
     def _with_parts(self, x: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        return zip(self._members, x.split([member.stop - member.start for member in self._members]), strict=True)
+        for member in self._members:
+            yield member, x[member.start - self.start : member.stop - self.start]
 
 
 def torch_optimizer(

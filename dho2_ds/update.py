@@ -101,5 +101,5 @@ class FosiUpdate:
 
 def captured_fraction(sums: Tensor) -> float:
     """Share of a squared norm inside the span, of what :meth:`AdaptiveUpdate.step` returned."""
-    *inside, whole = sums.tolist()
-    return sum(c * c for c in inside) / max(whole, sys.float_info.min)
+    inside, whole = sums[:-1].square().sum().item(), sums[-1].item()
+    return inside / max(whole, sys.float_info.min)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dho2_ds.config import ConfigError
 from dho2_ds.hosts.base import Host
 from dho2_ds.hosts.replicated import ReplicatedHost
-from dho2_ds.hosts.zero import BF16Host, ZeroHost
+from dho2_ds.hosts.zero import BF16Host, Zero0Host, ZeroHost
 from dho2_ds.hosts.zero3 import Zero3Host
 from dho2_ds.hosts.zero_redundancy import ZeroRedundancyHost
 
@@ -96,17 +96,11 @@ def _engine_host(engine: Any) -> Host:
     inner = engine.basic_optimizer
     masters = [list(g["params"]) for g in inner.param_groups]
     if wrapper is inner:
-        return _beside(ReplicatedHost("DeepSpeed ZeRO-0", engine.module, masters, masters, group))
+        return Zero0Host("DeepSpeed ZeRO-0", engine, masters, masters, group)
     weights = getattr(wrapper, "fp16_groups", None)
     if weights is None:
         raise ConfigError(f"DeepSpeed wrapper {kind}: must be one of ZeRO 0-3 or BF16_Optimizer; set zero_optimization")
-    return _beside(ReplicatedHost("DeepSpeed ZeRO-0, low precision", engine.module, masters, list(weights), group))
-
-
-def _beside(host: ReplicatedHost) -> ReplicatedHost:
-    """Stage 0 too checkpoints the eigenbasis beside DeepSpeed's own files, in which only rank 0's state is kept."""
-    host.state_outside = True
-    return host
+    return Zero0Host("DeepSpeed ZeRO-0, low precision", engine, masters, list(weights), group)
 
 
 def _unsupported(engine: Any) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,98 @@ transient memory that any collective of ours holds beyond the rank's own share."
 _ELSEWHERE = "the curvature loss failed on another rank; see that rank's error"
 
 
+class ReentrantCheckpoint(RuntimeError):
+    """Part of the graph comes into being in ``backward()`` only, where ``torch.autograd.grad`` does not see it."""
+
+
 def mean_gradients(
     losses: Sequence[Loss], model: nn.Module, params: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor | None]:
-    """Gradients of the mean of ``losses`` with respect to ``params``, local to this rank; ``.grad`` is not touched."""
+    """Gradients of the mean of ``losses`` with respect to ``params``, local to this rank; ``.grad`` is not touched.
+
+    Raises:
+        ReentrantCheckpoint: before any gradient is made; :func:`accumulated_gradients` can do it.
+    """
     total: list[Tensor | None] = [None] * len(params)
     for loss in losses:
         with torch.enable_grad():
             value = scalar_loss(loss(model)) / len(losses)
+            if _has_reentrant_checkpoint(value):
+                raise ReentrantCheckpoint("activation checkpointing is reentrant; with use_reentrant=False it can")
             grads = torch.autograd.grad(value, params, allow_unused=True, create_graph=create_graph)
         for index, grad in enumerate(grads):
             if grad is not None:
                 held = total[index]
                 total[index] = grad if held is None else held + grad
     return total
+
+
+def accumulated_gradients(losses: Sequence[Loss], model: nn.Module, params: Sequence[Tensor]) -> list[Tensor | None]:
+    """:func:`mean_gradients` by whole backward passes, which reentrant activation checkpointing needs.
+
+    Every ``.grad`` is put back. Memory: the gradients of all trainable parameters of ``model``, also of those that are
+    not in ``params``.
+    """
+    trainable = {id(p): p for p in (*model.parameters(), *params) if p.requires_grad}
+    before = [(p, p.grad) for p in trainable.values()]
+    try:
+        for p, _ in before:
+            p.grad = None
+        with _stand_ins(model) as leaves:
+            for loss in losses:
+                with torch.enable_grad():
+                    (scalar_loss(loss(model)) / len(losses)).backward()  # type: ignore[no-untyped-call]
+        # A loss may reach a parameter past the module, too.
+        found = [[t.grad for t in (leaves.get(id(p)), p) if t is not None and t.grad is not None] for p in params]
+        return [sum(parts[1:], parts[0]) if parts else None for parts in found]
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Leaves over the parameters' memory, in the parameters' places, by the id of the trainable parameter each is for.
+
+    What gathers there passes by whatever waits for the parameters' own ``.grad``: DDP, which counts (and with
+    ``static_graph`` learns from) such events, and the user's post-accumulate hooks. Hooks that change a gradient come
+    along. Recurrent modules keep their parameters: on a GPU they would lay out a new one's memory afresh.
+    """
+    places = [
+        (module._parameters, name, p)
+        for module in model.modules()
+        if not isinstance(module, nn.RNNBase)
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    leaves = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    try:
+        for table, name, p in places:
+            table[name] = leaves[id(p)]
+        for p in {id(p): p for _, _, p in places}.values():
+            for hook in (p._backward_hooks or {}).values():
+                leaves[id(p)].register_hook(hook)  # type: ignore[no-untyped-call]
+        yield leaves
+    finally:
+        for table, name, p in places:
+            table[name] = p
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """True with a checkpoint of torch, DeepSpeed and others that is an autograd function of its own.
+
+    Torch's non-reentrant ones leave no such node. Cost: 1.5 microseconds per node of the graph, about 1 % of a GPT's
+    backward on a CPU.
+    """
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if "checkpoint" in node.name().lower():
+                return True
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def reduce_into(
@@ -119,7 +198,8 @@ def exact_operator(
     try:
         grads = mean_gradients(losses, model, params, create_graph=True)
     except RuntimeError as caught:
-        error = _no_second_derivative(caught) if "derivative" in str(caught) or "double" in str(caught) else caught
+        once = isinstance(caught, ReentrantCheckpoint) or "derivative" in str(caught) or "double" in str(caught)
+        error = _no_second_derivative(caught) if once else caught
     except Exception as caught:  # raised below, on every rank together
         error = caught
     if not reducer.agree(error is None):

@@ -48,6 +48,9 @@ class ReplicatedHost(Host):
         group: the data-parallel group; None for one process.
     """
 
+    _reentrant = False
+    """True once activation checkpointing was seen that needs whole backward passes."""
+
     def __init__(
         self,
         name: str,
@@ -194,10 +197,20 @@ class ReplicatedHost(Host):
         error: Exception | None = None
         grads: list[Tensor | None] = []
         try:
-            grads = full.mean_gradients(losses, self.module, self._weights)
+            grads = self._gradients(losses)
         except Exception as caught:  # raised again, on every rank together, by the reduction
             error, grads = caught, [None] * len(self._weights)
         full.reduce_into(grads, self._weights, self._names, self.layout, self.reducer, out, error)
+
+    def _gradients(self, losses: Sequence[Loss]) -> list[Tensor | None]:
+        """Local gradients of the mean of ``losses`` at the present weights; one more forward if found reentrant."""
+        assert self._state is not None
+        if not self._reentrant:
+            with contextlib.suppress(full.ReentrantCheckpoint):
+                return full.mean_gradients(losses, self.module, self._weights)
+            self._reentrant = True
+            self._state.rewind()
+        return full.accumulated_gradients(losses, self.module, self._weights)
 
     def exact(self, losses: Sequence[Loss], root: Root) -> Exact:
         assert self._state is not None

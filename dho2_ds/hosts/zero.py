@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO 1, 2 (``DeepSpeedZeroOptimizer``) and the ``BF16_Optimizer``: flat float32 partitions per param group.
+"""DeepSpeed ZeRO 1, 2 (``DeepSpeedZeroOptimizer``) and the ``BF16_Optimizer``: flat float32 partitions per param group;
+and stage 0, which replicates.
 
 DeepSpeed's private attributes that carry the layout are read here and in ``zero3.py`` only.
 """
@@ -13,13 +14,56 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dho2_ds.curvature.hvp import Exact, Root
 from dho2_ds.hosts import full
 from dho2_ds.hosts.base import Host, Loss, ModelState, compute_dtype, scalar_loss
+from dho2_ds.hosts.replicated import ReplicatedHost
 from dho2_ds.sharding.layout import Layout, Segment, concatenate
 from dho2_ds.sharding.reduce import Reducer
 from dho2_ds.shards import consecutive, running_offsets
+
+
+@contextlib.contextmanager
+def without_output_hooks(engine: Any) -> Iterator[None]:
+    """Outputs of the engine, which a loss may call past the model it is given, are inside like those of its module.
+
+    DeepSpeed (not the oldest releases) hooks onto their gradients, for its own backward: it divides them by the
+    accumulation steps and prepares a reduction. A second derivative would be divided on some of its paths only.
+    """
+    silent = {"_backward_prologue": lambda *_: None, "_backward_prologue_per_tensor": lambda grad: grad}
+    names = [name for name in silent if hasattr(engine, name)]
+    own = {name: engine.__dict__[name] for name in names if name in engine.__dict__}
+    try:
+        engine.__dict__.update({name: silent[name] for name in names})
+        yield
+    finally:
+        for name in names:
+            engine.__dict__.pop(name, None)
+        engine.__dict__.update(own)
+
+
+class Zero0Host(ReplicatedHost):
+    """Stage 0. The eigenbasis is checkpointed beside DeepSpeed's own files, in which only rank 0's state is kept."""
+
+    state_outside = True
+
+    def __init__(
+        self,
+        name: str,
+        engine: Any,
+        masters: Sequence[Sequence[Tensor]],
+        weights: Sequence[Sequence[Tensor]],
+        group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(name, engine.module, masters, weights, group)
+        self._engine = engine
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        with super().evaluation(), without_output_hooks(self._engine):
+            yield
 
 
 class PartitionedHost(Host):
@@ -207,7 +251,8 @@ class PartitionedHost(Host):
         self._state.rewind()
         params = [p for p in self.module.parameters() if self._names[id(p)] in self.sizes]
         names = [self._names[id(p)] for p in params]
-        return full.exact_operator(losses, self.module, params, names, self.sizes, self.layouts, self.reducer, root)
+        with without_output_hooks(self.engine):
+            return full.exact_operator(losses, self.module, params, names, self.sizes, self.layouts, self.reducer, root)
 
     @abstractmethod
     def _publish(self, index: int) -> None:
