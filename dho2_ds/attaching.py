@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dho2_ds.curvature.refresh import evaluating
 from dho2_ds.discovery import allow_under_deepspeed
 from dho2_ds.hosts.base import Host, Loss
 from dho2_ds.hosts.detect import is_engine, make_host
@@ -253,7 +254,7 @@ class _RefreshHook:
         self._optimizer, self._source = optimizer, source
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._optimizer.refreshing or not module.training or not torch.is_grad_enabled():
+        if self._optimizer.refreshing or evaluating() or not module.training or not torch.is_grad_enabled():
             return
         again = _same_forward(module)
         self._source.remember(args, kwargs, again)

@@ -92,6 +92,19 @@ def test_one_process_against_the_dense_hessian(dense: Tensor, hvp: str, toleranc
     assert budget <= found[1].hvps <= budget + (6 if hvp == "auto" else 0)  # finding the step size takes some
 
 
+def test_a_spectrum_amid_training_starts_no_refresh_that_is_due() -> None:
+    """It would run at the weights that the spectrum has displaced."""
+    model, batch = Layers(), batch_of(0, 1)
+    optimizer = dho2_ds.DHO2(model.parameters(), num_eigenvectors=2, curvature={"warmup_steps": 1, "interval": 100})
+    dho2_ds.attach(model, optimizer)
+    loss_fn(model, batch).backward()
+    optimizer.step()
+    dho2_ds.spectrum(model, loss_fn, [batch], **SPECTRUM)
+    assert optimizer.refresh_due and optimizer.curvature_stats()["refreshes"] == 0
+    loss_fn(model, batch)
+    assert not optimizer.refresh_due and optimizer.curvature_stats()["refreshes"] == 1
+
+
 def test_moments_are_within_the_scatter_of_the_probes(dense: Tensor) -> None:
     """Trace and Frobenius norm: an estimate is within four standard errors (Hutchinson) of the truth."""
     _, density = compute(Layers(), 0, 1, "exact", probes=40, lanczos_steps=5)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -165,6 +166,24 @@ def refresh(
     return evaluate(host, losses, root, finite_difference, make, route=route, between=between)
 
 
+_depth = 0
+
+
+def evaluating() -> bool:
+    """Whether a forward seen now is one of :func:`evaluate`, a spectrum's too, and not training's."""
+    return _depth > 0
+
+
+@contextlib.contextmanager
+def _evaluating() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
 def evaluate(
     host: Host,
     losses: Sequence[Loss],
@@ -182,7 +201,7 @@ def evaluate(
     """
     autocast = Autocast()
     losses = autocast.losses(losses, finite_difference.scale_for(host.scales_loss) if route != "exact" else 1.0)
-    with torch.no_grad(), autocast.off(), host.evaluation():
+    with torch.no_grad(), _evaluating(), autocast.off(), host.evaluation():
         exact = host.exact(losses, root) if route == "exact" else None
 
         def accumulate(direction: Tensor | None, eps: float, out: Tensor) -> None:
