@@ -6,9 +6,11 @@ a second-order one.
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import dho2_ds
 from dho2_ds.config import ConfigError
+from dho2_ds.hosts.detect import make_host
 from tests import engines
 from tests.distributed import run_ranks, silence_shm_op
 
@@ -351,6 +354,50 @@ def test_exact_products_through_fused_attention() -> None:
     assert optimizer.refresh().accepted
 
 
+@pytest.mark.slow
+def test_exact_products_through_a_compiled_part() -> None:
+    """Whatever the compiler: what torch.compile makes of a backward pass cannot be differentiated."""
+    model, optimizer = small(curvature={**NOW, "hvp": "exact"})
+    model[0] = torch.compile(model[0], backend="aot_eager")  # type: ignore[index,operator]
+    dho2_ds.attach(model, optimizer, loss_fn=cross_entropy, data=[rows()])
+    line = line_of(optimizer.refresh, RuntimeError)
+    assert "curvature.hvp='exact'" in line and "cannot be differentiated twice" in line and "finite_difference" in line
+
+
+# -- DeepSpeed features that are refused --------------------------------------------------------------------------
+
+
+def engine_with(name: str = "DeepSpeedEngine", wrapper: str = "", **attributes: Any) -> Any:
+    """What is looked at of an engine that cannot be built here, for want of a device or of ranks."""
+    attributes = {"basic_optimizer": None, "zero_optimization_stage": lambda: 3, **attributes}
+    return type(name, (SimpleNamespace,), {})(optimizer=SimpleNamespace(**{wrapper: True}), **attributes)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told", "file", "text"),
+    [
+        (engine_with("PipelineEngine"), "pipeline parallelism: must be off", "pipe/engine.py", "class PipelineEngine("),
+        (engine_with(has_moe_layers=True), "mixture of experts: must be off", "engine.py", "self.has_moe_layers = "),
+        (engine_with(wrapper="swap_optimizer"), "'nvme': must be 'cpu'", "zero/stage3.py", "self.swap_optimizer = "),
+        (engine_with(wrapper="params_in_nvme_and_cpu"), "'nvme'", "zero/stage3.py", "self.params_in_nvme_and_cpu = "),
+        (
+            engine_with(wrapper="zero_quantized_nontrainable_weights"),
+            "zero_quantized_nontrainable_weights: must be false",
+            "zero/stage3.py",
+            "self.zero_quantized_nontrainable_weights = ",
+        ),
+        (engine_with(mp_world_size=2), "model parallelism of size 2", "engine.py", "self.mp_world_size = "),
+        (engine_with(sequence_parallel_size=4), "parallelism of size 4", "engine.py", "self.sequence_parallel_size = "),
+    ],
+)
+def test_engines_that_are_refused(engine: Any, told: str, file: str, text: str) -> None:
+    line = line_of(lambda: make_host(engine, []))
+    assert told in line and len(line.splitlines()) == 1
+    found = importlib.util.find_spec("deepspeed")
+    assert found is not None and found.origin is not None
+    assert text in (Path(found.origin).parent / "runtime" / file).read_text()  # the name is DeepSpeed's
+
+
 # -- several ranks ------------------------------------------------------------------------------------------------
 
 
@@ -403,13 +450,14 @@ def exact_failing_on_one_rank(rank: int, world: int) -> str:
     return told(optimizer.refresh)
 
 
-def initialised(stage: int, settings: dict[str, Any], world: int) -> Any:
+def initialised(stage: int, settings: dict[str, Any], world: int, **zero: Any) -> Any:
     import deepspeed
 
     silence_shm_op()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = engines.Classifier()
     config = engines.deepspeed_config(stage, "fp32", settings, world)
+    config["zero_optimization"] |= zero
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -450,6 +498,21 @@ def attach_inner_of_engine(rank: int, world: int) -> str:
     return told(lambda: dho2_ds.attach(engine.module, engine.basic_optimizer))
 
 
+def too_many(kind: str) -> Callable[[int, int], str]:
+    """As many eigenvectors as parameters: known when the engine is built, or at the first step at the latest."""
+
+    def case(rank: int, world: int) -> str:
+        settings = {**engines.SETTINGS, "num_eigenvectors": 214, "curvature": {"warmup_steps": 10**6}}
+        return told(lambda: engines.Run(kind, rank, world, settings).step())
+
+    return case
+
+
+def secondary_partition(rank: int, world: int) -> str:
+    engine = initialised(3, {"num_eigenvectors": 2}, world, zero_hpz_partition_size=2)
+    return told(lambda: dho2_ds.attach(engine))
+
+
 CASES: dict[str, tuple[Callable[[int, int], str], list[str]]] = {
     "a plain module": (plain_module_worker, ["ConfigError: model=Sequential", "2 ranks", "DistributedDataParallel"]),
     "never attached": (never_attached, ["RuntimeError: 2 ranks and no model attached", "dho2_ds.attach("]),
@@ -459,7 +522,11 @@ CASES: dict[str, tuple[Callable[[int, int], str], list[str]]] = {
     "a wrong value": (wrong_value_in_json, ["ConfigError: curvature.hvp='exakt'", "'forward_difference' or 'exact'"]),
     "exact at stage 3": (exact_at_zero3, ["ConfigError: curvature.hvp='exact'", "ZeRO-3", "use stage 0-2"]),
     "the inside of an engine": (inner_of_engine, ["RuntimeError", "dho2_ds.attach"]),
+    "too many at stage 1": (too_many("zero1"), ["ConfigError: num_eigenvectors=214", "must be < 214"]),
+    "too many at stage 3": (too_many("zero3"), ["ConfigError: num_eigenvectors=214", "must be < 214"]),
+    "too many under DDP": (too_many("ddp"), ["ConfigError: num_eigenvectors=214", "must be < 214"]),
     "attached to the inside": (attach_inner_of_engine, ["ConfigError: model", "engine"]),
+    "hpZ": (secondary_partition, ["ConfigError: zero_optimization.zero_hpz_partition_size: must be 1"]),
 }
 
 

@@ -138,6 +138,11 @@ def test_autoencoder_with_the_deepspeed_launcher(tmp_path: Path) -> None:
     check_report(launch(deepspeed("digits_autoencoder.py", *example_arguments("zero2.json", tmp_path)), tmp_path))
 
 
+@pytest.mark.slow
+def test_gpt_with_the_deepspeed_launcher(tmp_path: Path) -> None:
+    check_report(launch(deepspeed("char_gpt.py", *example_arguments("zero3.json", tmp_path)), tmp_path))
+
+
 def test_dedicated_with_the_deepspeed_launcher(tmp_path: Path) -> None:
     command = deepspeed("train_dedicated.py", *dedicated_arguments(tmp_path), ranks=3)
     output = launch(command, tmp_path)

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,8 @@ from dho2_ds.base import BaseOptimizer
 from dho2_ds.curvature import refresh as refreshing
 from tests import engines
 from tests.distributed import run_ranks, silence_shm_op
+from tests.test_eigenpairs import dense
+from tests.test_traps import Job, Net, batch, error, probe_loss
 
 EARLY: dict[str, Any] = {"warmup_steps": 2, "interval": 10**6, "lanczos_steps": 30}
 """One refresh, before the third step: after one step of Adam bfloat16 is too coarse for the preconditioned Hessian."""
@@ -34,7 +36,7 @@ def inside(run: engines.Run) -> dict[str, Any]:
     optimizer = run.optimizer
     basis = optimizer._space.basis
     stats = optimizer.curvature_stats()
-    result: dict[str, Any] = {
+    return {
         "weights": run.weights(),
         "base": [v.clone() for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)],
         "steps": stats["steps"],
@@ -43,11 +45,22 @@ def inside(run: engines.Run) -> dict[str, Any]:
         "storage": None if optimizer._space.storage is None else optimizer._space.storage.clone(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "velocity": velocity(optimizer),
+        "masters": masters(run),
     }
-    if run.engine is not None:
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-            result[name] = [t.detach().clone() for t in getattr(run.engine.optimizer, name, [])]
-    return result
+
+
+MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat_partition",
+    "fp32_groups",
+)
+
+
+def masters(run: engines.Run) -> list[Tensor]:
+    """Copies of the float32 weights that DeepSpeed keeps beside the model's: of ZeRO 1-2, 3, BF16_Optimizer, ZeRO 0."""
+    held = [group for name in MASTERS for group in getattr(getattr(run.engine, "optimizer", None), name, [])]
+    return [t.detach().clone() for group in held for t in (group if isinstance(group, list) else [group])]
 
 
 def velocity(optimizer: Any) -> list[Tensor]:
@@ -249,6 +262,126 @@ def disagreement(kind: str, rank: int, world: int) -> dict[str, Any]:
     return result
 
 
+def unconverged(kind: str, rank: int, world: int) -> dict[str, Any]:
+    """A few products on an outlier, then on a flat spectrum, then on the outlier again."""
+    flat, outlier = torch.linspace(-1, 1, 101).roll(51), 1e-3 * torch.ones(101)  # the outlier's place is 0 in the flat
+    outlier[0] = 1.0
+    model = Quadratic(outlier.clone())
+    settings = {
+        "lr": 1e-2,
+        "base": "sgd",
+        "rule": "fosi",
+        "num_eigenvectors": 1,
+        "curvature": {**EARLY, "warmup_steps": 10**6, "lanczos_steps": 4},
+    }
+    if kind == "ddp":
+        optimizer = dho2_ds.DHO2(model.parameters(), **settings)
+        module: Any = nn.parallel.DistributedDataParallel(model)
+    else:
+        module = engine_of(kind, model, settings, world)
+        optimizer = module.basic_optimizer
+    dho2_ds.attach(module, optimizer, loss_fn=lambda model, _: model(), data=[None])
+    results: dict[str, Any] = {}
+    for name, spectrum in (("first", outlier), ("flat", flat), ("again", outlier)):
+        model.h.copy_(spectrum)
+        before = copy.deepcopy(optimizer._space.basis)
+        report = optimizer.refresh()
+        kept = before is not None and same(vars(before), vars(optimizer._space.basis))
+        results[name] = report.accepted, report.reason, kept
+    stats = optimizer.curvature_stats()
+    results["counts"] = stats["refreshes"], stats["rejected"]
+    return results
+
+
+def engine_of(kind: str, model: nn.Module, settings: dict[str, Any], world: int) -> Any:
+    import deepspeed
+
+    silence_shm_op()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    config = engines.deepspeed_config(int(kind[4:]), "fp32", settings, world)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+# -- refreshes amid other work ------------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def after_evaluation(kind: str, rank: int, world: int) -> dict[str, Any]:
+    """A forward pass without a backward may leave ZeRO-3 with gathered weights."""
+    run = engines.Run(kind, rank, world, {**SETTINGS, "rule": "fosi"})
+    run.train(4)
+    rows = run.local(99, 0)
+    dho2_ds.attach(run.module, run.optimizer, loss_fn=loss_of, data=[rows])
+    before = inside(run)  # it gathers, and releases, too
+    run.engine.eval()
+    with torch.no_grad():
+        run.module(*rows)
+    run.engine.train()
+    found = run.optimizer.refresh().eigenvalues
+    return {
+        "error": error(found, dense(run.weights())[0][:4].tolist()),
+        "changes": changes({key: before[key] for key in ("weights", "base", "masters")}, inside(run)),
+    }
+
+
+def pending(kind: str, rank: int, world: int) -> dict[str, Any]:
+    """Gradients of a first micro-batch, reduced or not, wait while a refresh is made; against a run without it."""
+    results: dict[str, Any] = {}
+    ends = []
+    for with_refresh in (False, True):
+        rows = [batch(seed, rank, world) for seed in range(6)]
+        job = Job(kind, Net(0.3), probe_loss, [batch(9, rank, world)], accumulation=2, newton_lr=0.0, max_lr_scale=1.0)
+        calls = []
+
+        def hook(state, bucket, calls=calls):  # torch does not understand postponed annotations
+            calls.append(bucket.index())
+            reduced = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
+            return reduced.get_future().then(lambda future: future.value()[0])
+
+        job.module.register_comm_hook(None, hook)
+        torch.manual_seed(3)
+        job.step(*rows[:2])
+        for name, context, micro in (("reduced", nullcontext, rows[2:4]), ("no_sync", job.module.no_sync, rows[4:])):
+            with context():
+                job.backward(micro[0])
+            if with_refresh:
+                before, earlier = job.trace(), len(calls)
+                accepted = job.optimizer.refresh().accepted
+                results[name] = accepted, changes(before, job.trace()), len(calls) - earlier
+            job.backward(micro[1])
+            job.update()
+        results["calls"] = len(calls)
+        ends.append(job.full_weights())
+    results["same"] = same(*ends)
+    return results
+
+
+# -- CPU offload --------------------------------------------------------------------------------------------------
+
+
+def offloaded(kind: str, rank: int, world: int) -> dict[str, Any]:
+    """Seven steps, a refresh inside and one by hand, with the optimizer on the CPU and without."""
+    results: dict[str, Any] = {}
+    losses, ends = [], []
+    for variant in ("", ":offload"):
+        run = engines.Run(kind + variant, rank, world, SETTINGS)
+        first = run.train(3)
+        dho2_ds.attach(run.module, run.optimizer, loss_fn=loss_of, data=[run.local(50, 0)])
+        before = {"weights": run.weights(), "masters": masters(run)}
+        accepted = run.optimizer.refresh().accepted
+        results[variant] = accepted, changes(before, {"weights": run.weights(), "masters": masters(run)})
+        results["offload" + variant] = run.optimizer._host.offload
+        losses.append(torch.tensor(first + run.train(4)))
+        ends.append(run.weights())
+    results["loss"] = float(((losses[1] - losses[0]) / losses[0]).abs().max())
+    results["weights"] = float((ends[1] - ends[0]).norm() / ends[0].norm())
+    return results
+
+
 # -- without curvature --------------------------------------------------------------------------------------------
 
 BASES: dict[str, dict[str, Any]] = {
@@ -265,7 +398,7 @@ class ClientRun(engines.Run):
     def __init__(self, kind: str, rank: int, world: int, base: str) -> None:
         self.kind, self.rank, self.world = kind, rank, world
         self.model = engines.Classifier()
-        self.step_count, self.engine = 0, None
+        self.step_count, self.engine, self.scheduler = 0, None, None
         options = BASES[base]
         self.optimizer = TORCH[base](engines.groups(self.model, options["lr"]), **options)
         engine, _, variant = kind.partition(":")
@@ -277,6 +410,7 @@ class ClientRun(engines.Run):
             config = engines.deepspeed_config(int(engine[4:]), variant or "fp32", {}, world)
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
+            config["zero_force_ds_cpu_optimizer"] = False  # under offload
             self.engine, _, _, _ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
             self.module = self.engine
         else:
@@ -294,6 +428,7 @@ def without_curvature(kind: str, rank: int, world: int, base: str, steps: int = 
     return {
         "losses": losses[0] == losses[1],
         "weights": same(ours.weights(), theirs.weights()),
+        "masters": (len(masters(ours)), same(masters(ours), masters(theirs))),
         "moved": float(
             (ours.weights() - torch.cat([p.detach().reshape(-1) for p in engines.Classifier().parameters()])).norm()
         ),
@@ -310,17 +445,21 @@ CASES: Cases = [
     ("broken", broken_step, [("zero1", 1), ("zero1", LAST)]),
     ("refused", refused_refresh, [("ddp",), ("zero3",)]),
     ("disagreement", disagreement, [("zero2",)]),
+    ("unconverged", unconverged, [("ddp",), ("zero3",)]),
+    ("evaluation", after_evaluation, [("zero3",)]),
+    ("pending", pending, [("ddp",)]),
+    ("offload", offloaded, [("zero2",), ("zero3",)]),
     (
         "without",
         without_curvature,
-        [("ddp", "adamw"), *[(f"zero{stage}", "adamw") for stage in (0, 2, 3)], ("zero2:bf16", "sgd")],
+        [("ddp", "adamw"), *[(f"zero{stage}", "adamw") for stage in range(4)], ("zero3", "sgd"), ("zero2:bf16", "sgd")],
     ),
 ]
 SLOW_CASES: Cases = [
     (
         "skipped",
         skipped_step,
-        [("zero1:bf16", "fosi"), ("zero2", "fosi"), ("zero3:bf16", "fosi")]
+        [(kind, "fosi") for kind in ("zero0:bf16", "zero1:bf16", "zero1:bf16_accum", "zero2", "zero3:bf16")]
         + [(f"zero{stage}:offload", "adaptive") for stage in (1, 2, 3)],
     ),
     ("due", skipped_while_due, [("zero1",), ("zero2:bf16",)]),
@@ -331,11 +470,16 @@ SLOW_CASES: Cases = [
         [("zero0",), ("zero1",), ("zero2",), *[(f"zero{stage}:offload",) for stage in (1, 2, 3)]],
     ),
     ("disagreement", disagreement, [("ddp",), ("zero3",)]),
+    ("evaluation", after_evaluation, [("zero1",), ("zero3:persistence0",)]),
+    ("pending", pending, [("ddp:bucket_view",)]),
     (
         "without",
         without_curvature,
-        [(kind, base) for kind in ("ddp", "zero0", "zero1", "zero2", "zero3") for base in ("adam", "sgd")]
-        + [("zero1", "adamw"), *[(f"zero{stage}:bf16", "adamw") for stage in range(4)]],
+        [(kind, base) for kind in ("ddp", "zero0", "zero1", "zero2") for base in ("adam", "sgd")]
+        + [("zero3", "adam"), *[(f"zero{stage}:bf16", "adamw") for stage in range(4)], ("zero1:bf16_accum", "adamw")]
+        + [
+            (kind, base) for kind in ("zero3:sub_groups", "zero2:offload", "zero3:offload") for base in ("adamw", "sgd")
+        ],
     ),
 ]
 
@@ -432,11 +576,47 @@ def test_ranks_that_disagree_refuse_together(outcome: Outcome, name: str) -> Non
     assert first["losses"] == second["losses"]
 
 
+@pytest.mark.parametrize("name", of_kind("unconverged"))
+def test_a_refresh_without_a_converged_pair_is_refused_on_all_ranks(outcome: Outcome, name: str) -> None:
+    for result in outcome(name):
+        assert result["first"] == result["again"] == (True, "", False)
+        accepted, reason, kept = result["flat"]
+        assert not accepted and "no Ritz pair converged" in reason and kept
+        assert result["counts"] == (2, 1)
+
+
+@pytest.mark.parametrize("name", of_kind("evaluation"))
+def test_a_refresh_after_a_forward_pass_alone(outcome: Outcome, name: str) -> None:
+    for result in outcome(name):
+        assert result["error"] < 1e-3  # of finite differences in float32, as in test_eigenpairs.py
+        assert result["changes"] == []
+
+
+@pytest.mark.parametrize("name", of_kind("pending"))
+def test_pending_gradients_and_a_communication_hook(outcome: Outcome, name: str) -> None:
+    """A refresh goes around the hook, which may compress, and what has been accumulated stays bit for bit."""
+    for result in outcome(name):
+        assert result["reduced"] == result["no_sync"] == (True, [], 0)
+        assert result["calls"] > 0
+        assert result["same"]
+
+
+@pytest.mark.parametrize("name", of_kind("offload"))
+def test_offload_trains_as_without(outcome: Outcome, name: str) -> None:
+    """The two differ in the order of float32 sums only, as engines do (test_trajectories.py)."""
+    for result in outcome(name):
+        assert result[""] == result[":offload"] == (True, [])
+        assert (result["offload"], result["offload:offload"]) == (False, True)
+        assert result["loss"] < 1e-5 and result["weights"] < 1e-4
+
+
 @pytest.mark.parametrize("name", of_kind("without"))
 def test_without_eigenvectors_engines_train_as_with_torchs_optimizer(outcome: Outcome, name: str) -> None:
     """Ten steps, two param groups, accumulation 2, clipping: losses and weights bit for bit."""
     for result in outcome(name):
         assert result["losses"] and result["weights"]
+        count, alike = result["masters"]
+        assert alike and (count > 0) == (name.split()[1] not in ("ddp", "zero0"))
         assert result["moved"] > 0.1
 
 
@@ -595,6 +775,19 @@ def test_a_refresh_without_a_converged_pair_is_refused() -> None:
     )
     stats = optimizer.curvature_stats()
     assert stats["rejected"] == 1 and "no Ritz pair" in stats["last_refresh"]
+
+
+def test_refreshes_in_vain_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = engines.Run("single", 0, 1, SETTINGS)
+    dho2_ds.attach(run.module, run.optimizer)
+    run.train(3)
+    told = []
+    with caplog.at_level("WARNING", logger="dho2_ds"):
+        for spoilt in (True, True, False, True, True, True, True):
+            with mock.patch.object(refreshing, "UNCONVERGED", -1.0 if spoilt else 0.3):
+                assert run.optimizer.refresh().accepted != spoilt
+            told.append(sum("in a row were rejected" in message for message in caplog.messages))
+    assert told == [0, 0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
