@@ -355,10 +355,15 @@ def test_exact_products_through_fused_attention() -> None:
 
 
 @pytest.mark.slow
-def test_exact_products_through_a_compiled_part() -> None:
-    """Whatever the compiler: what torch.compile makes of a backward pass cannot be differentiated."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_exact_products_through_a_compiled_model(whole: bool) -> None:
+    """Whatever the compiler: what torch.compile makes of a backward pass cannot be differentiated, and of a whole model
+    the second derivative would be zero without a word."""
     model, optimizer = small(curvature={**NOW, "hvp": "exact"})
-    model[0] = torch.compile(model[0], backend="aot_eager")  # type: ignore[index,operator]
+    if whole:
+        model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    else:
+        model[0] = torch.compile(model[0], backend="aot_eager")  # type: ignore[index,operator]
     dho2_ds.attach(model, optimizer, loss_fn=cross_entropy, data=[rows()])
     line = line_of(optimizer.refresh, RuntimeError)
     assert "curvature.hvp='exact'" in line and "cannot be differentiated twice" in line and "finite_difference" in line
@@ -380,6 +385,12 @@ def engine_with(name: str = "DeepSpeedEngine", wrapper: str = "", **attributes: 
         (engine_with(has_moe_layers=True), "mixture of experts: must be off", "engine.py", "self.has_moe_layers = "),
         (engine_with(wrapper="swap_optimizer"), "'nvme': must be 'cpu'", "zero/stage3.py", "self.swap_optimizer = "),
         (engine_with(wrapper="params_in_nvme_and_cpu"), "'nvme'", "zero/stage3.py", "self.params_in_nvme_and_cpu = "),
+        (
+            engine_with(zero_quantized_weights=lambda: True),
+            "zero_quantized_weights: must be false",
+            "engine.py",
+            "def zero_quantized_weights(",
+        ),
         (
             engine_with(wrapper="zero_quantized_nontrainable_weights"),
             "zero_quantized_nontrainable_weights: must be false",

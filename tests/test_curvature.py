@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dho2_ds.curvature.hvp import GROWTH_FLOOR, SELF_CHECK, BoundFiniteDifference, Exact, FiniteDifference
+from dho2_ds.curvature.hvp import GROWTH_FLOOR, NORM_FLOOR, SELF_CHECK, BoundFiniteDifference, Exact, FiniteDifference
 from dho2_ds.curvature.lanczos import CONVERGED, LanczosError, Ritz, lanczos_process, run
 
 N = 40
@@ -116,6 +116,20 @@ def test_the_floor_at_a_minimum(slope: float) -> None:
         assert error(product, v) < rounding / function.steps[-2] < 2e-3
 
 
+def test_calibration_ends_where_truncation_bends_the_change() -> None:
+    """Dividing by the change alone would swing around the step that is wanted."""
+    state, function = FiniteDifference.for_dtype(F32), Function(F32, slope=1e3, bend=1e3)
+    run(function.bind(state).calibrate(torch.linalg.eigh(A)[1][:, -1].to(F32), NORM))
+    assert state.hvps <= 4
+
+
+def test_the_floor_keeps_a_share_of_the_largest() -> None:
+    state = FiniteDifference.for_dtype(F32)
+    for slope in (1.0, *[0.0] * 9):
+        run(Function(F32, slope=slope).bind(state).calibrate(unit(F32), state.growth or 1.0))
+    assert state.gradient_norm == pytest.approx(NORM_FLOOR * float((ROOT * unit(F64, 3)).norm()), rel=0.1)
+
+
 def self_check(state: FiniteDifference, function: Function) -> float:
     """Of the leading pair, as differences find it."""
     v, operator = torch.linalg.eigh(A)[1][:, -1].to(function.w), function.bind(state)
@@ -140,6 +154,15 @@ def test_tau_rises_at_its_lower_bound() -> None:
     state.tau = low = state.bounds[0]
     assert self_check(state, function) > SELF_CHECK
     assert state.tau == pytest.approx(3 * low)
+    for _ in range(4):
+        found = self_check(state, function)
+    assert found <= SELF_CHECK and state.tau > 3 * low  # it goes on upwards
+
+
+def test_tau_turns_round_where_lowering_it_made_it_worse() -> None:
+    state, function = FiniteDifference.for_dtype(F32), Function(F32, cancelling=5e3)
+    found = [(self_check(state, function), state.tau) for _ in range(2)]
+    assert [tau for _, tau in found] == pytest.approx([1e-3, 3e-3]) and found[1][0] > 2 * found[0][0] > 2 * SELF_CHECK
 
 
 def test_gradients_of_forward_differences() -> None:

@@ -59,6 +59,10 @@ gradient below 6e-8, and powers of two round nothing. Training's own scaler star
 SELF_CHECK = 0.05
 """Largest relative disagreement of the leading Rayleigh quotient between eps and eps/3."""
 
+NORM_FLOOR = 1e-2
+"""||P^(1/2) g|| is never taken for less than this fraction of the largest seen: near a minimum it goes to zero, and
+with it eps would fall below the rounding of the weights and of the batch's own gradients, which do not cancel."""
+
 _CALIBRATED = 3.0
 _CALIBRATIONS = 6
 
@@ -68,7 +72,8 @@ class FiniteDifference:
     """Differences of ordinary gradients, central ones unless ``one_sided``: two gradients per product, on every host.
 
     State that lives from one refresh to the next: ``tau`` (moved by the self-check) and ``gradient_norm``, the last
-    ||P^(1/2) g||, whose third is a floor for the next so that eps stays meaningful near a minimum.
+    ||P^(1/2) g||, whose third is a floor for the next so that eps stays meaningful near a minimum; and so is
+    ``NORM_FLOOR`` of the largest.
     """
 
     tau: float
@@ -78,6 +83,9 @@ class FiniteDifference:
     growth: float = 0.0
     hvps: int = 0
     self_check: float = field(default=math.nan)
+    largest_norm: float = 0.0
+    failed: tuple[float, float] | None = None
+    """The self-check that failed last, and by what factor tau was moved then."""
     one_sided: bool = False
     """Forward differences ``(g(w + eps v) - g(w)) / eps``: one gradient each and one per refresh."""
     loss_scale: float = 1.0
@@ -159,7 +167,9 @@ class BoundFiniteDifference:
             LanczosError: on every rank together, when no finite product is found.
         """
         state = self.state
-        floor = state.gradient_norm / 3
+        state.largest_norm = max(state.largest_norm, state.gradient_norm)
+        floor = max(state.gradient_norm / 3, NORM_FLOOR * state.largest_norm)
+        too_long: set[bool] = set()
         eps = state.tau * max(state.gradient_norm, 1e-12) / guess if state.gradient_norm else 1e-3
         for _ in range(_CALIBRATIONS):
             partial: list[Tensor] = []
@@ -175,7 +185,9 @@ class BoundFiniteDifference:
             change = eps * grown / state.gradient_norm / state.tau
             if 1 / _CALIBRATED <= change <= _CALIBRATED:
                 return product
-            eps /= min(max(change, 1e-4), 1e4)
+            too_long.add(change > 1.0)
+            # Where truncation makes the change another power of eps, dividing by it would overshoot again and again.
+            eps /= min(max(change, 1e-4), 1e4) ** (0.5 if len(too_long) == 2 else 1.0)
         raise LanczosError("no step size gives a finite, consistent Hessian-vector product at the current weights")
 
     def check(self, v: Tensor, theta: float) -> Process[float]:
@@ -188,11 +200,17 @@ class BoundFiniteDifference:
         product = yield functools.partial(self._product, v, step)
         quotient = float(self._reduce(torch.dot(v, self._dual(product)).double().reshape(1)))
         state.self_check = abs(quotient - theta) / max(abs(theta), abs(quotient), 1e-300)
-        if not state.self_check <= SELF_CHECK:
+        if state.self_check <= SELF_CHECK:
+            state.failed = None
+        else:
+            # Truncation falls with tau^2 (one-sided: tau) and rounding grows with 1/tau. So lower tau first, and turn
+            # round where that made it much worse (rounding scatters) or there is no room.
+            before, factor = state.failed or (math.inf, 1 / 3)
             low, high = state.bounds
-            # Truncation falls with tau^2 (one-sided: tau) and rounding grows with 1/tau, so lower tau while there is
-            # room above the rounding floor, else raise it.
-            state.tau = state.tau / 3 if state.tau / 3 >= low else min(state.tau * 3, high)
+            if state.self_check > 2 * before or not low <= state.tau * factor <= high:
+                factor = 1 / factor
+            state.failed = state.self_check, factor
+            state.tau = min(max(state.tau * factor, low), high)
         return state.self_check
 
     def _product(self, v: Tensor, eps: float, gradient_square: list[Tensor] | None = None) -> Tensor:

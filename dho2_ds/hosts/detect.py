@@ -119,7 +119,8 @@ def _unsupported(engine: Any) -> Iterator[str]:
     if getattr(wrapper, "zero_hpz_partition_size", 1) not in (None, 1):
         yield "zero_optimization.zero_hpz_partition_size: must be 1; remove it"
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
-        if getattr(wrapper, key, False):
+        asked = getattr(engine, key, False)  # a method, where DeepSpeed asks its configuration
+        if getattr(wrapper, key, False) or (asked() if callable(asked) else asked):
             yield f"zero_optimization.{key}: must be false; quantised collectives hide small perturbations"
     managed = getattr(engine, "managed_gradient_accumulation", None)
     if managed is not None and not managed():
