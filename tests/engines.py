@@ -22,6 +22,8 @@ from tests.distributed import silence_shm_op
 MICRO_BATCH = 96  # over all ranks
 ACCUMULATION = 2
 CLIP = 1.0
+SMALLER, FADE = 0.1, 0.97
+"""Of a scheduled job: the biases' share of the weights' lr, and what every lr is multiplied by after each step."""
 SETTINGS: dict[str, Any] = {
     "lr": 1e-2,
     "num_eigenvectors": 4,
@@ -74,9 +76,22 @@ def classifier_loss(params: list[Tensor], batch: Any) -> Tensor:
     return F.cross_entropy(h, y)
 
 
-def groups(model: Classifier, lr: float, decay: float = 0.05) -> list[dict[str, Any]]:
+def groups(model: Classifier, lr: float, decay: float = 0.05, scheduled: bool = False) -> list[dict[str, Any]]:
     own = {} if lr == "auto" else {"lr": lr}
-    return [{"params": list(model.w), "weight_decay": decay, **own}, {"params": list(model.b), "weight_decay": 0.0}]
+    smaller = {"lr": lr * SMALLER} if scheduled else {}
+    return [
+        {"params": list(model.w), "weight_decay": decay, **own},
+        {"params": list(model.b), "weight_decay": 0.0, **smaller},
+    ]
+
+
+def decay_of(settings: dict[str, Any]) -> float:
+    """Rule ``fosi`` refuses a decay that is added to the gradient."""
+    return 0.0 if settings.get("rule") == "fosi" and settings.get("base") in ("sgd", "adam") else 0.05
+
+
+def fading(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: FADE**step)
 
 
 def deepspeed_config(stage: int, variant: str, settings: dict[str, Any], world: int) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def deepspeed_config(stage: int, variant: str, settings: dict[str, Any], world: 
 class Run:
     """One engine around one model; ``train`` steps it and records losses.
 
-    ``overrides`` replaces entries of the DeepSpeed configuration.
+    ``overrides`` replaces entries of the DeepSpeed configuration. ``scheduled``: groups of different lr, which fade.
     """
 
     def __init__(
@@ -119,14 +134,16 @@ class Run:
         settings: dict[str, Any],
         seed: int = 0,
         overrides: dict[str, Any] | None = None,
+        scheduled: bool = False,
     ) -> None:
         self.kind, self.rank, self.world = kind, rank, world
         settings = copy.deepcopy(settings)
-        decay = 0.0 if settings.get("rule") == "fosi" and settings.get("base") == "sgd" else 0.05
         self.model = Classifier(seed)
+        given = groups(self.model, settings["lr"], decay_of(settings), scheduled)
         self.step_count = 0
         engine, _, variant = kind.partition(":")
         self.engine: Any = None
+        self.scheduler: Any = None
         if engine.startswith("zero"):
             import deepspeed
 
@@ -134,14 +151,18 @@ class Run:
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
             config = {**deepspeed_config(int(engine[4:]), variant or "fp32", settings, world), **(overrides or {})}
             self.engine, _, _, _ = deepspeed.initialize(
-                model=self.model, model_parameters=groups(self.model, settings["lr"], decay), config=config
+                model=self.model,
+                model_parameters=given,
+                config=config,
+                lr_scheduler=fading if scheduled else None,  # the engine steps it
             )
             self.optimizer = self.engine.basic_optimizer
             self.module: nn.Module = self.engine
         else:
             if variant == "double":
                 self.model.double()
-            self.optimizer = dho2_ds.DHO2(groups(self.model, settings["lr"], decay), **settings)
+            self.optimizer = dho2_ds.DHO2(given, **settings)
+            self.scheduler = fading(self.optimizer) if scheduled else None
             self.module = nn.parallel.DistributedDataParallel(self.model) if engine == "ddp" else self.model
             dho2_ds.attach(self.module, self.optimizer)
 
@@ -171,6 +192,8 @@ class Run:
             for p in self.model.parameters():
                 p.grad.mul_(1.0 / max(1.0, (float(norm) + 1e-6) / CLIP))
             self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
         self.step_count += 1
         if self.world > 1:
             dist.all_reduce(total)
@@ -190,11 +213,13 @@ class Run:
         return torch.cat([p.detach().double().reshape(-1).clone() for p in params])
 
 
-def train_worker(rank: int, world: int, kinds: list[str], settings: dict[str, Any], steps: int) -> dict[str, Any]:
+def train_worker(
+    rank: int, world: int, kinds: list[str], settings: dict[str, Any], steps: int, scheduled: bool = False
+) -> dict[str, Any]:
     """Losses, weights and statistics of each kind of engine, trained one after the other in one world."""
     results: dict[str, Any] = {}
     for kind in kinds:
-        run = Run(kind, rank, world, settings)
+        run = Run(kind, rank, world, settings, scheduled=scheduled)
         losses = run.train(steps)
         results[kind] = {"losses": losses, "weights": run.weights(), "stats": run.optimizer.curvature_stats()}
     return results

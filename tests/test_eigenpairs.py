@@ -2,7 +2,8 @@
 
 Tolerances: 1e-3 for finite differences in float32 (about 3e-5 per product, relative to the largest eigenvalue), 1e-2
 for forward ones, whose truncation is of first order in tau = 1e-3 (5e-3 was seen), and 1e-5 for exact products
-(float32 rounding of a forward and two backward passes).
+(float32 rounding of a forward and two backward passes). In bfloat16 a product is wrong by 3-6 %: 10 % in eigenvalues
+(7 % was seen), far from the factor of 2 that a wrong division by the gradient accumulation steps would make.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from tests.distributed import run_ranks
 from tests.reference import Reference
 
 K = 8
+LOW = {
+    "zero0:bf16": "FP16_UnfusedOptimizer",
+    "zero1:bf16": "DeepSpeedZeroOptimizer",
+    "zero1:bf16_accum": "BF16_Optimizer",
+    "zero3:bf16": "DeepSpeedZeroOptimizer_Stage3",
+}
+"""DeepSpeed's wrapper by engine: each divides by gradient accumulation in its own way."""
 ROUTES = {"finite_difference": 1e-3, "forward_difference": 1e-2, "exact": 1e-5}
 
 
@@ -46,8 +54,20 @@ def measure(kind: str, rank: int, world: int, hvp: str) -> dict[str, Any]:
     }
 
 
-def worker(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[Any, Any]:
-    return {case: measure(case[0], rank, world, case[1]) for case in cases}
+def measure_low(kind: str, rank: int, world: int) -> dict[str, Any]:
+    """Eigenvalues of a refresh after three training steps; rule ``fosi``, so those of the Hessian itself."""
+    curvature = {"warmup_steps": 10**6, "lanczos_steps": 60}
+    run = engines.Run(kind, rank, world, {**engines.SETTINGS, "rule": "fosi", "curvature": curvature})
+    run.train(3)
+    dho2_ds.attach(run.module, run.optimizer, loss_fn=lambda model, b: model(*b), data=[run.local(99, 0)])
+    report = run.optimizer.refresh()
+    assert report.accepted, report.reason
+    return {"values": report.eigenvalues, "weights": run.weights(), "wrapper": type(run.engine.optimizer).__name__}
+
+
+def worker(rank: int, world: int, cases: list[tuple[str, str]], low: list[str]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {case: measure(case[0], rank, world, case[1]) for case in cases}
+    return found | {kind: measure_low(kind, rank, world) for kind in low}
 
 
 def dense(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +91,13 @@ def check(result: dict[str, Any], hvp: str, label: Any) -> None:
     rows = result["vectors"].double()
     gram = rows @ rows.T
     assert (gram - torch.eye(K, dtype=gram.dtype)).abs().max() < 1e-4, label  # orthonormal, hence no duplicates
+    alone = []  # pairs whose vector the product's error leaves where it is
     for i in range(K):
         others = torch.cat([values[:i], values[i + 1 :]])
         if (others - values[i]).abs().min() > 0.05 * values[0].abs():
+            alone.append(i)
             assert float((rows[i] @ vectors[i]).abs()) > 0.999, (label, i)
+    assert len(alone) >= 5, (label, alone)
 
 
 @pytest.mark.parametrize("hvp", ROUTES)
@@ -87,12 +110,19 @@ def test_engines_on_two_ranks() -> None:
     cases = [(kind, "finite_difference") for kind in ["ddp", "zero0", "zero1", "zero2", "zero3", "zero3:sub_groups"]]
     cases += [(kind, "exact") for kind in ["ddp", "zero0", "zero1", "zero2"]]
     cases += [(kind, "forward_difference") for kind in ["ddp", "zero2", "zero3"]]
-    results = run_ranks(2, worker, cases, timeout=280)
+    results = run_ranks(2, worker, cases, list(LOW), timeout=280)
     for case in cases:
         check(results[0][case], case[1], case)
+    for kind, wrapper in LOW.items():
+        got = results[0][kind]
+        assert got["wrapper"] == wrapper
+        values, _ = dense(got["weights"])
+        assert len(got["values"]) == 4
+        for value, exact in zip(got["values"], values.tolist(), strict=False):
+            assert abs(value - exact) < 0.1 * abs(exact), (kind, got["values"], values[:4])
 
 
 def test_exact_at_stage_3_is_refused() -> None:
     """Before anything is computed, naming the way out."""
     with pytest.raises(ValueError, match="hvp='exact'.*ZeRO-3"):
-        run_ranks(1, worker, [("zero3", "exact")], timeout=90)
+        run_ranks(1, worker, [("zero3", "exact")], [], timeout=90)

@@ -77,9 +77,9 @@ def run(process: Process[T], between: Callable[[], None] = lambda: None) -> T:
     try:
         work = next(process)
         while True:
-            product = work()
+            product = [work()]
             between()
-            work = process.send(product)
+            work = process.send(product.pop())  # not held here while the next is made
     except StopIteration as end:
         result: T = end.value
         return result
@@ -133,8 +133,8 @@ def lanczos_process(
     largest = 0.0
     for j in range(steps):
         rows = basis[: j + 1]
-        if j == 0 and first_product is not None:
-            w = first_product
+        if first_product is not None:
+            w, first_product = first_product, None
         else:
             w = yield functools.partial(matvec, basis[j], growth)
         first = reduce((rows @ dual(w)).double())
@@ -159,6 +159,7 @@ def lanczos_process(
         if j + 1 == steps or (j + 1 >= wanted and _converged(alphas, betas, wanted, tolerance)):
             break
         torch.div(w, beta, out=basis[j + 1])
+        del w  # before the next product is made
 
     count = len(alphas)
     theta, coefficients = _tridiagonal_eigh(alphas, betas)

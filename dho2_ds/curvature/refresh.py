@@ -244,11 +244,11 @@ def refresh_process(
     try:
         start = start_vector(host, hint, old, reduce, order.dtype, order.device)
         hint = None
-        first: Tensor | None = None
+        first: list[Tensor] = []  # handed over, not held here as well
         if exact is None:
             norm = math.sqrt(float(reduce(torch.dot(start, host.dual(start)).double().reshape(1))))
             start.div_(norm)
-            first = yield from finite.calibrate(start, order.growth_guess)
+            first.append((yield from finite.calibrate(start, order.growth_guess)))
         # Calibration's last product is Lanczos' first; one more is kept back for the self-check.
         steps = order.budget if exact is not None else order.budget - finite_difference.hvps
         steps = max(1, min(steps, host.numel))
@@ -259,11 +259,11 @@ def refresh_process(
             start,
             steps,
             wanted=min(k + 1, host.numel),
-            first_product=first,
+            first_product=first.pop() if first else None,
             tolerance=CONVERGED if exact is not None else finite_difference.tolerance,
             dual=host.dual,
         )
-        del start, first
+        del start
         kept = _select(ritz, k, order.all_pairs)
         leading = ritz.vectors_(kept[-1] + 1 if kept else 1)
         reason = "" if kept else "no Ritz pair converged; raise curvature.lanczos_steps"
