@@ -3,7 +3,7 @@
 Two param groups (decay, no decay), gradient accumulation 2 and clipping are on everywhere. The tolerances: against
 the reference 1e-4 in loss and 1e-3 in weights, the size of float32 rounding and of 3e-5 relative error per
 finite-difference product, amplified over 30 steps; between engines, which differ in the order of float32 sums only,
-1e-5 in loss for AdamW (2.3e-6 was seen), 3e-5 for other rules and bases (1.5e-5), 5e-5 in weights (2.4e-5).
+1e-5 of the largest loss, 3e-5 of the loss at the same step (1.5e-5 was seen) and 5e-5 in weights (2.4e-5).
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def test_engines_match_reference_and_each_other(world: int, rule: str) -> None:
         got = results[0][kind]
         check(rule, got, f"{kind} on {world}")
         assert all(torch.equal(other[kind]["weights"], got["weights"]) for other in results), (kind, "ranks disagree")
-        apart = (torch.tensor(got["losses"], dtype=torch.float64) - losses).abs() / losses
-        assert apart.max() < (1e-5 if rule == "adaptive-adamw" else 3e-5), (kind, apart.max())
+        apart = (torch.tensor(got["losses"], dtype=torch.float64) - losses).abs()
+        assert apart.max() < 1e-5 * losses.max() and (apart / losses).max() < 3e-5, (kind, apart / losses)
         assert (got["weights"] - first["weights"]).norm() < 5e-5 * first["weights"].norm(), kind
 
 
